@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from flexmod import errors
 from flexmod.ir.graph import Capture, Graph
 from flexmod.ir.ops import OPS, Op
-from flexmod.ir.proxy import Proxy
-from flexmod.ir.trace import Traced, Tracer
+from flexmod.ir.proxy import Proxy, Tracer
+from flexmod.ir.trace import Traced
+from flexmod.ir.vectors import indexed
 
 CPU = torch.device("cpu")
 CAST_TO = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
@@ -76,7 +77,7 @@ def _step(draw: Any, tracer: Tracer, pool: list[Any]) -> Any:
     if kind == "load":
         table = draw(st.sampled_from(TABLES))
         index = tuple(_index(draw, tracer, pool, size) for size in table.shape)
-        return tracer.index(table, index if index else ())
+        return indexed(tracer, table, index if index else ())
     if kind == "cast":
         return tracer.cast(_recent(draw, pool), draw(st.sampled_from(CAST_TO)))
     row = OPS[draw(st.one_of(st.sampled_from(LIKELY), st.sampled_from(NAMED)))]

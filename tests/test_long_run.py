@@ -35,7 +35,7 @@ FINITE = {
     "runtime.config.config": "nothing",
     "ir.formulas.draws": "names of torch's functions",
     "ir.formulas.writes": "names of torch's functions",
-    "ir.trace._dtypes": "operations and dtypes",
+    "ir.proxy._dtypes": "operations and dtypes",
     "ir.graph._input": "inputs and dtypes",
     "ir.ops._promoted": "dtypes",
     "runtime.private_torch.ask_modes_of_unary_operators": "nothing",

@@ -29,8 +29,9 @@ from flexmod.codegen.spec import FLOAT8
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.fingerprint import Seen, find, fingerprint, remember, tensor_key
 from flexmod.ir.graph import Graph, check_sizes, used_captures
+from flexmod.ir.proxy import plain_number
 from flexmod.ir.replay import replay
-from flexmod.ir.trace import Traced, plain_number
+from flexmod.ir.trace import Traced
 from flexmod.runtime import config, tensor_kinds, tuned
 from flexmod.runtime.private_torch import dispatch_mode_count, in_forward_ad, in_transform, is_wrapped
 

@@ -26,8 +26,8 @@ from flexmod.ir.integers import integer_bounds
 from flexmod.ir.linear import Forms, Linear, taken_apart
 from flexmod.ir.ops import CAST, HALF, OPS, strong
 from flexmod.ir.passes import EXACT
-from flexmod.ir.proxy import Proxy
-from flexmod.ir.trace import Tracer, watching
+from flexmod.ir.proxy import Proxy, Tracer
+from flexmod.ir.trace import watching
 
 
 @dataclass(frozen=True)

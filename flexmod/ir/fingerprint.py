@@ -31,9 +31,10 @@ from flexmod.ir.composed import Derived, Mask, ScoreMod
 from flexmod.ir.formulas import FUNCTIONS
 from flexmod.ir.graph import Graph
 from flexmod.ir.offsets import Positions
+from flexmod.ir.proxy import VALUE_DTYPES
 from flexmod.ir.replay import MaskReplay, ScoreReplay
 from flexmod.ir.torch_calls import OF_SCALARS
-from flexmod.ir.trace import VALUE_DTYPES, Traced, trace
+from flexmod.ir.trace import Traced, trace
 from flexmod.runtime.locks import Lock
 from flexmod.runtime.private_torch import is_wrapped
 

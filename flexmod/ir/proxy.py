@@ -1,13 +1,15 @@
-"""The traced values that a mod sees: a Proxy for a scalar, a CaptureView for a partly indexed tensor.
+"""The traced scalar that a mod sees, a Proxy, and the Tracer, which builds the graph of what the mod does.
 
-Both pass every operation to their tracer, an AbstractTracer, which builds the graph.
+All traced values pass every operation to their tracer.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from functools import cache
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -15,55 +17,43 @@ from flexmod import errors
 from flexmod.errors import Where
 from flexmod.ir import advice
 from flexmod.ir.formulas import BINARY
-from flexmod.ir.graph import Graph, Node, dtype_name
-from flexmod.ir.ops import category, promote
-from flexmod.ir.source import is_users, user_line
+from flexmod.ir.graph import (
+    POSITIONS,
+    Capture,
+    DType,
+    ExpectedSize,
+    Graph,
+    GraphBuilder,
+    Node,
+    dtype_name,
+    rebuild,
+)
+from flexmod.ir.ops import BY_TORCH_NAME, CAST, HALF, default_dtype, promote
+from flexmod.ir.source import capture_names, is_users, user_line
+from flexmod.runtime import tensor_kinds
+from flexmod.runtime.private_torch import tree_leaves
 
-
-class AbstractTracer(Protocol):
-    """The interface of a tracer for traced values and torch's calls on them. `trace.Tracer` implements it.
-
-    `eager`, `described` and `computed` record torch's work outside of the graph; see `torch_calls.py`.
-    """
-
-    device: torch.device
-    tensors: list[torch.Tensor]
-    eager: bool
-    described: dict[int, torch.Tensor]
-    computed: dict[int, object]
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def apply(self, name: str, args: Sequence[Any]) -> Proxy: ...
-
-    def cast(self, value: Any, dtype: Any) -> Proxy: ...
-
-    def load(self, number: int, indices: Sequence[Node]) -> Node: ...
-
-    def inline(self, graph: Graph, tensors: Sequence[torch.Tensor], inputs: Mapping[str, Proxy]) -> Proxy: ...
-
-    def index(self, target: Any, index: Any) -> Any: ...
-
-    def expect_size(
-        self, index: Any, size: Any, owner: str, argument: str, start: int = 0
-    ) -> Proxy: ...
-
-    def node(self, value: Any, operation: str) -> Node: ...
-
-    def not_scalar(self, value: Any, operation: str) -> errors.NotScalarError: ...
-
-    def check_fits(self, operation: str, node: Node, dtype: torch.dtype) -> None: ...
-
-    def read_values(self, *values: Any) -> list[torch.Tensor]: ...
-
-    def name_of(self, tensor: torch.Tensor) -> str: ...
+VALUE_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+# rows for which torch raises an error if a number exceeds the result's dtype (where, masked_fill, clamp); for
+# all others it wraps
+CONVERTING = ("where", "minimum", "maximum")
+NUMPY_OPERATORS = {  # where numpy's name is not the table's
+    **{name: name for name in BINARY.values()},
+    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
+    "power": "pow", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
+    "equal": "eq", "not_equal": "ne", "left_shift": "bitwise_left_shift",
+    "right_shift": "bitwise_right_shift",
+}  # fmt: skip
 
 
 class TracedValue:
     """Base of traced values: passes torch functions and methods to the tracer."""
 
     __slots__ = ("_overwritten", "_tracer")  # a class's first slot has its content
-    _tracer: AbstractTracer
+    _tracer: Tracer
     _overwritten: tuple[str, Where | None]
 
     @classmethod
@@ -98,22 +88,22 @@ class TracedValue:
         frame = sys._getframe(1)
         if is_users(frame.f_code.co_filename) and not advice.is_cached(frame):
             advice.check_container(dict)
-            raise _needs_value("a lookup in a dict or set")
+            raise needs_value("a lookup in a dict or set")
         return object.__hash__(self)
 
     def __array__(self, *args: Any, **options: Any) -> Any:
         advice.check_container()
-        raise _needs_value("a numpy array of it")
+        raise needs_value("a numpy array of it")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         """A number of numpy's leaves its operators to ours; the functions of numpy are refused."""
         name = NUMPY_OPERATORS.get(ufunc.__name__)
         if name is None or method != "__call__" or len(inputs) != 2 or options:
-            raise _needs_value(f"numpy.{ufunc.__name__}")
+            raise needs_value(f"numpy.{ufunc.__name__}")
         return self._tracer.apply(name, inputs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        raise _needs_value(f"numpy.{func.__name__}")
+        raise needs_value(f"numpy.{func.__name__}")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise errors.MutationError(operation="__setitem__", where=user_line())
@@ -132,7 +122,7 @@ class TracedValue:
 
     def __getattr__(self, name: str) -> Any:
         """Tensor methods: score.tanh(), q_idx.to(...), row.sum()."""
-        if name == type(self).__slots__[0]:  # deleted, see `augmented`
+        if name == type(self).__slots__[0]:  # deleted, see `augmented` in torch_calls.py
             operator, where = self._overwritten
             raise errors.MutationError(operation=f"{operator} on a value that is read later", where=where)
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -153,7 +143,7 @@ class Proxy(TracedValue):
     __slots__ = ("_node",)
     _name = "a traced scalar"
 
-    def __init__(self, tracer: AbstractTracer, node: Node) -> None:
+    def __init__(self, tracer: Tracer, node: Node) -> None:
         self._tracer = tracer
         self._node = node
 
@@ -179,158 +169,30 @@ class Proxy(TracedValue):
 
     def __format__(self, spec: str) -> str:
         if spec:
-            raise _needs_value(f"the format {spec!r}")
+            raise needs_value(f"the format {spec!r}")
         return repr(self)
 
 
-def _needs_value(operation: str) -> errors.ConcreteValueError:
+def needs_value(operation: str) -> errors.ConcreteValueError:
     where = user_line()
     return errors.ConcreteValueError(operation=operation, where=where, advice=advice.of_value(where))
 
 
-UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
-NUMPY_OPERATORS = {  # where numpy's name is not the table's
-    **{name: name for name in BINARY.values()},
-    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
-    "power": "pow", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
-    "equal": "eq", "not_equal": "ne", "left_shift": "bitwise_left_shift",
-    "right_shift": "bitwise_right_shift",
-}  # fmt: skip
-AUGMENTED = {
-    "add": "+=", "sub": "-=", "mul": "*=", "truediv": "/=", "floordiv": "//=", "pow": "**=", "mod": "%=",
-    "and": "&=", "or": "|=", "xor": "^=", "lshift": "<<=", "rshift": ">>=",
-}  # fmt: skip
-CONCRETE = ("round", "int", "float", "index", "complex", "len", "iter", "contains")
-
-
-def _install_operators() -> None:
-    def binary(name: str) -> Any:
-        # pow() gives a modulus too
-        return lambda self, other, *rest: NotImplemented if rest else self._tracer.apply(name, (self, other))
-
-    def augmented(name: str, operator: str) -> Any:
-        """`x += y` makes a new value of x's dtype. torch writes in place, so other names of x may not be read
-        later."""
-
-        def write(self: Any, other: Any) -> Any:
-            found = self._tracer.apply(name, (self, other))
-            if found.dtype != self.dtype and category(found.dtype) <= category(self.dtype):
-                found = found.to(self.dtype)
-            self._overwritten = operator, user_line()
-            delattr(self, type(self).__slots__[0])
-            return found
-
-        return write
-
-    def reflected(name: str) -> Any:
-        return lambda self, other: self._tracer.apply(name, (other, self))
-
-    def unary(name: str) -> Any:
-        return lambda self: self._tracer.apply(name, (self,))
-
-    def concrete(name: str) -> Any:
-        def refuse(self: Proxy, *args: Any) -> Any:
-            if name == "index":
-                advice.check_container(list, tuple, str, range)
-            if name == "contains":  # the line's `in` asks for the traced value's own elements
-                where = user_line()
-                raise errors.ConcreteValueError(operation=f"{name}()", where=where, advice=advice.SYMBOLIC)
-            raise _needs_value(f"{name}()")
-
-        return refuse
-
-    for dunder, name in BINARY.items():
-        setattr(TracedValue, f"__{dunder}__", binary(name))
-        setattr(TracedValue, f"__r{dunder}__", reflected(name))
-    for dunder, operator in AUGMENTED.items():
-        setattr(TracedValue, f"__i{dunder}__", augmented(BINARY[dunder], operator))
-    for dunder, name in UNARY.items():
-        setattr(TracedValue, f"__{dunder}__", unary(name))
-    for name in CONCRETE:
-        setattr(Proxy, f"__{name}__", concrete(name))
-
-
-_install_operators()
-
-
-class CaptureView(TracedValue):
-    """A captured tensor, some of its dimensions indexed: `intervals[img[kv_idx]]`. Not a scalar yet.
-
-    `_indices` has one entry for each dimension of the tensor: a Node, or None where it is still free.
-    """
-
-    __slots__ = ("_indices", "_number")
-
-    def __init__(self, tracer: AbstractTracer, number: int, indices: tuple[Node | None, ...]) -> None:
-        self._tracer = tracer
-        self._number = number
-        self._indices = indices
-
-    @property
-    def shape(self) -> torch.Size:
-        sizes = self._tracer.tensors[self._number].shape
-        return torch.Size([s for s, i in zip(sizes, self._indices, strict=True) if i is None])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tracer.tensors[self._number].dtype
-
-    @property
-    def _name(self) -> str:
-        return self._tracer.name_of(self._tracer.tensors[self._number])
-
-    def __repr__(self) -> str:
-        return f"Proxy(a part of {self._name}: {dtype_name(self.dtype)} {list(self.shape)})"
-
-    def __getitem__(self, index: Any) -> Proxy | CaptureView:
-        """Indexes the free dimensions from the left; with every dimension indexed, returns the element."""
-        entries = self._expand(index if isinstance(index, tuple) else (index,))
-        rest = iter(entries)
-        indices = tuple(next(rest, None) if i is None else i for i in self._indices)
-        nodes = tuple(i for i in indices if i is not None)
-        if len(nodes) < len(indices):
-            return CaptureView(self._tracer, self._number, indices)
-        return Proxy(self._tracer, self._tracer.load(self._number, nodes))
-
-    def _expand(self, entries: tuple[Any, ...]) -> list[Node | None]:
-        sizes = self.shape
-        if any(e is None for e in entries):
-            self._refuse("with None", "leave the new dimension out: a mod works on scalars.")
-        dots = [i for i, e in enumerate(entries) if e is Ellipsis]
-        if dots:
-            missing = len(sizes) - (len(entries) - 1)
-            entries = (*entries[: dots[0]], *(slice(None),) * missing, *entries[dots[0] + 1 :])
-        if len(entries) > len(sizes):
-            many = "1 index" if len(entries) == 1 else f"{len(entries)} indices"
-            self._refuse(f"with {many}", f"give at most {len(sizes)}.")
-        return [self._entry(e, sizes[d]) for d, e in enumerate(entries)]
-
-    def _entry(self, entry: Any, size: int) -> Node | None:
-        if isinstance(entry, slice):
-            if entry.start is None and entry.stop is None and entry.step is None:
-                return None
-            self._refuse("with a slice", "index one element at a time, or slice the tensor before the call.")
-        # finds the name only when needed, since that takes longer than all other steps here
-        node = (
-            entry._node if isinstance(entry, Proxy) else self._tracer.node(entry, f"an index of {self._name}")
-        )
-        dtype = promote(node.dtype)
-        if dtype.is_floating_point or dtype == torch.bool:
-            raise errors.IndexDtypeError(name=self._name, dtype=dtype_name(dtype), where=user_line())
-        if node.is_const and not -size <= node.value < size:  # type: ignore[operator]
-            self._refuse(f"with {node.value}", f"use an index from {-size} to {size - 1}.")
-        return node
+def is_wide(value: Any) -> bool:
+    """Has it dimensions, unlike a scalar?"""
+    may_be = isinstance(value, (TracedValue, torch.Tensor)) and not isinstance(value, Proxy)
+    return may_be and value.dim() > 0
 
 
 def mentions_traced(values: Iterable[Any]) -> bool:
-    """Is there a Proxy or a CaptureView among arguments?"""
+    """Is there a traced value among arguments?"""
     return _first_traced(values) is not None
 
 
-def _first_traced(values: Iterable[Any]) -> Proxy | CaptureView | None:
+def _first_traced(values: Iterable[Any]) -> TracedValue | None:
     for value in values:
         if isinstance(value, TracedValue):
-            return value  # type: ignore[return-value]
+            return value
         if isinstance(value, (tuple, list)):
             inner = _first_traced(value)
         elif isinstance(value, slice):
@@ -340,3 +202,243 @@ def _first_traced(values: Iterable[Any]) -> Proxy | CaptureView | None:
         if inner is not None:
             return inner
     return None
+
+
+class Tracer:
+    """One run of one mod: the graph so far, and the tensors that the mod has used.
+
+    `eager`, `described` and `computed` record torch's work outside of the graph; see `torch_calls.py`, whose
+    function `call` registers itself here.
+    """
+
+    # (function, args, kwargs) -> the result of a torch function with a traced value among its arguments
+    call: ClassVar[Callable[..., Any]]
+
+    def __init__(self, mod: Callable[..., Any] | None, device: torch.device) -> None:
+        self.mod = mod
+        self.device = device
+        self.builder = GraphBuilder()
+        self.line: Where | None = None  # if set, nodes get this line, not the stack's
+        self.tensors: list[torch.Tensor] = []
+        self.eager = False
+        self.described: dict[int, torch.Tensor] = {}  # by id
+        self.read: dict[int, torch.Tensor] = {}
+        self.computed: dict[int, object] = {}  # results that torch computed from tensors during the trace
+        self.expected: dict[ExpectedSize, None] = {}
+        self.without_gradient: dict[Node, Where | None] = {}  # made while the mod had turned gradients off
+        self._numbers: dict[int, int] = {}
+        self._given_names: dict[int, str] = {}
+
+    def where(self) -> Where | None:
+        return self.line or user_line()
+
+    def position(self, name: str) -> Proxy:
+        dtype = torch.float32 if name in ("score", "grad") else torch.int32
+        return Proxy(self, self.builder.input(name, dtype))
+
+    def read_values(self, *values: Any) -> list[torch.Tensor]:
+        """Records and returns the tensors among the arguments of torch's own work."""
+        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        self.read.update((id(tensor), tensor) for tensor in tensors if id(tensor) not in self.computed)
+        return tensors
+
+    # captured tensors
+
+    def capture(self, tensor: torch.Tensor) -> int:
+        """The number of a captured tensor, by identity."""
+        if id(tensor) not in self._numbers:
+            self._check_capture(tensor)
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._numbers[id(tensor)]
+
+    def _check_capture(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype not in VALUE_DTYPES or tensor.layout != torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else tensor.layout
+            raise errors.ModDtypeError(
+                name=self.name_of(tensor), dtype=f"{dtype_name(tensor.dtype)}, {layout}",
+                where=user_line(), accepted="strided bool, integer and floating-point tensors",
+            )  # fmt: skip
+        if type(tensor) not in tensor_kinds.CLASSES:
+            tensor_kinds.check_class(self.name_of(tensor), tensor)
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        return capture_names(self.mod, [tensor])[0] if self.mod else "captured0"
+
+    def capture_specs(self) -> tuple[Capture, ...]:
+        if not self.tensors or self.mod is None:
+            return ()
+        names = capture_names(self.mod, self.tensors, self._given_names)
+        return tuple(map(capture_of, names, self.tensors))
+
+    def load(self, number: int, indices: Sequence[Node]) -> Node:
+        return self._add("load", indices, self.tensors[number].dtype, number)
+
+    def _add(self, op: str, args: Sequence[Node], dtype: DType, value: object = None) -> Node:
+        where = self.where()
+        node = self.builder.node(op, args, dtype, value, where)
+        if not torch.is_grad_enabled():
+            self.without_gradient.setdefault(node, where)
+        return node
+
+    def inline(self, graph: Graph, tensors: Sequence[torch.Tensor], inputs: Mapping[str, Proxy]) -> Proxy:
+        """Copies a graph into this one, with these tensors as captures and these values as inputs."""
+
+        def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+            if node.op == "input":
+                return inputs[str(node.value)]._node
+            if node.op == "load":
+                number: int = node.value  # type: ignore[assignment]
+                self._given_names[id(tensors[number])] = graph.captures[number].name
+                return builder.node("load", args, node.dtype, self.capture(tensors[number]), node.where)
+            return node if node.is_const else None  # stays unshared, see `GraphBuilder.fresh_const`
+
+        for expected in graph.expected:
+            self.expect_size(inputs[expected.axis], *expected[1:])
+        return Proxy(self, rebuild(graph, change, self.builder).result)
+
+    def expect_size(self, index: Any, size: Any, owner: str, argument: str, start: int = 0) -> Proxy:
+        """Records the size of an axis if the index is a position, from `start` on; see `check_sizes`."""
+        node = position = self.node(index, "expect_size")
+        axes: tuple[str, ...] = POSITIONS
+        if node.op == "add" and type(node.args[1].value) is int and node.args[1].is_const:
+            position, start, axes = node.args[0], start + node.args[1].value, POSITIONS[2:]
+        if position.op == "input" and position.value in axes:
+            axis = str(position.value)
+            self.expected[ExpectedSize(axis, int(size), owner, argument, start)] = None
+        return Proxy(self, node)
+
+    # values
+
+    def node(self, value: Any, operation: str) -> Node:
+        """Converts any operand to a Node."""
+        if isinstance(value, Proxy):
+            return value._node
+        if isinstance(value, (torch.Tensor, TracedValue)):
+            if value.dim():
+                raise self.not_scalar(value, operation)
+            assert isinstance(value, torch.Tensor)
+            return self.load(self.capture(value), ())  # each call reads its value; the trace never does
+        number = plain_number(value)
+        if number is None:
+            raise errors.OperationArgumentError(
+                operation=operation, problem=f"a {type(value).__name__}", where=user_line(),
+                advice=advice.of_operand(value),
+            )  # fmt: skip
+        # the conversion of an unknown class may have read a tensor
+        self.eager |= not isinstance(value, (bool, int, float)) and type(value).__module__ != "numpy"
+        if type(number) is int and not -(2**63) <= number < 2**63:
+            raise errors.OperationArgumentError(
+                operation=operation, problem=f"{number}, which needs more than 64 bits", where=user_line(),
+                advice="use a smaller integer, or a float.",
+            )  # fmt: skip
+        return GraphBuilder.fresh_const(number, where=self.where())
+
+    def not_scalar(self, value: torch.Tensor | TracedValue, operation: str) -> errors.NotScalarError:
+        """The error for a captured tensor, a part of one, or a short vector, used as a scalar."""
+        refusal: errors.NotScalarError | None = getattr(value, "refusal", None)  # of a short vector
+        if refusal is not None:
+            return refusal
+        name = self.name_of(value) if isinstance(value, torch.Tensor) else value._name
+        indices = ", ".join(POSITIONS[-value.dim() :])
+        indices = indices if isinstance(value, torch.Tensor) else f"..., {indices}"
+        return errors.NotScalarError(
+            what=f"{operation} was given {name}", shape=tuple(value.shape), where=user_line(),
+            example=f"{name}[{indices}]",
+        )  # fmt: skip
+
+    def apply(self, name: str, args: Sequence[Any]) -> Any:
+        """Applies an operation of the table to operands: to each element of short vectors."""
+        if any(map(is_wide, args)):
+            return self.call(getattr(torch, name), tuple(args), {})
+        row = BY_TORCH_NAME[name]
+        default = default_dtype()
+        nodes = [self.node(a, name) for a in args]
+        kinds = [n.dtype for n in nodes]
+        if float in kinds and not any(isinstance(k, torch.dtype) and k.is_floating_point for k in kinds):
+            # record the present default dtype, which may have changed when the graph is read
+            nodes = [
+                GraphBuilder.fresh_const(n.value, default, n.where) if n.dtype is float else n  # type: ignore[arg-type]
+                for n in nodes
+            ]
+        dtype, refused = _dtypes(name, tuple([n.dtype for n in nodes]), default)
+        if refused is not None:
+            whole = torch.int32 if "int" in row.triton else torch.float32
+            target = torch.bool if row.name == "where" else whole
+            raise errors.OperationArgumentError(
+                operation=name, problem=f"{dtype_name(refused)} operands", where=user_line(),
+                advice=f"cast them first, e.g. with .to({target}).",
+            )  # fmt: skip
+        for node in nodes if row.name in CONVERTING else ():
+            self.check_fits(name, node, dtype)
+        if row.name == "pow" and nodes[1].dtype is int and nodes[1].value < 0 and not dtype.is_floating_point:  # type: ignore[operator]
+            raise errors.OperationArgumentError(
+                operation=name, problem=f"integers and the negative exponent {nodes[1].value}",
+                where=user_line(), advice=f"use a floating-point exponent, {float(nodes[1].value)}.",  # type: ignore[arg-type]
+            )  # fmt: skip
+        return Proxy(self, self._add(row.name, nodes, dtype))
+
+    def check_fits(self, operation: str, node: Node, dtype: torch.dtype) -> None:
+        """Raises OperationArgumentError, as torch does, for a number beyond the limits of a dtype.
+
+        An integer would wrap in the conversion, a float would become infinite.
+        """
+        number, real = node.value, dtype.is_floating_point
+        if not (node.is_const and isinstance(number, (int, float))) or dtype == torch.bool:
+            return
+        if isinstance(number, bool) or (isinstance(number, float) and not real) or not math.isfinite(number):
+            return
+        if operation == "where" and dtype in HALF:  # torch makes it infinite
+            return
+        limits = torch.finfo(dtype) if real else torch.iinfo(dtype)
+        if not limits.min <= number <= limits.max:
+            wide, instead = ("float64", ", or use math.inf") if real else ("int64", "")
+            raise errors.OperationArgumentError(
+                operation=operation, problem=f"{number}, which {dtype_name(dtype)} does not hold",
+                where=user_line(),
+                advice=f"cast the other operand first, e.g. with .to(torch.{wide}){instead}.",
+            )  # fmt: skip
+
+    def cast(self, value: Any, dtype: Any) -> Proxy:
+        node = self.node(value, "a cast")
+        if dtype not in VALUE_DTYPES:
+            raise errors.ModDtypeError(
+                name="the target of a cast", dtype=str(dtype),
+                accepted="bool, integer and floating-point dtypes", where=user_line(),
+            )  # fmt: skip
+        # arithmetic on positions may be widened to int64, but it must wrap where the user wrote int32
+        wraps = dtype == torch.int32 and node.op not in ("load", CAST)
+        if node.dtype == dtype and not wraps:
+            return value if isinstance(value, Proxy) else Proxy(self, node)  # torch returns the same tensor
+        return Proxy(self, self._add(CAST, (node,), dtype))
+
+
+def plain_number(value: Any) -> bool | int | float | None:
+    """Converts a number of Python, numpy, an enum or sympy to a plain Python number; None for the rest."""
+    if type(value).__module__ == "numpy" and hasattr(value, "ndim"):
+        if value.ndim:
+            return None
+        value = value.item()
+    for plain in (bool, int, float):
+        if isinstance(value, plain):
+            return plain(value)
+    if hasattr(value, "__index__"):
+        return int(value.__index__())
+    return float(value) if hasattr(value, "__float__") else None
+
+
+@cache
+def _dtypes(name: str, dtypes: tuple[DType, ...], default: torch.dtype) -> tuple[torch.dtype, DType | None]:
+    """The dtype of an operation's result, and the first argument dtype that torch does not take, or None.
+
+    `default` is the present default floating-point dtype.
+    """
+    row = BY_TORCH_NAME[name]
+    dtype = row.dtype(*dtypes)
+    return dtype, row.refused(dtypes, dtype)
+
+
+def capture_of(name: str, tensor: torch.Tensor) -> Capture:
+    """Describes a captured tensor for a graph."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Capture(name, tensor.dtype, tensor.dim(), bool(reach >= 2**31))

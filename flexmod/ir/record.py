@@ -36,9 +36,9 @@ from flexmod.ir.evaluate import on_device
 from flexmod.ir.formulas import FUNCTIONS, draws, writes
 from flexmod.ir.graph import CARRIER, Graph, expect_size
 from flexmod.ir.ops import with_default
-from flexmod.ir.proxy import Proxy
+from flexmod.ir.proxy import Proxy, capture_of, plain_number
 from flexmod.ir.torch_calls import CONCRETE, OF_SCALARS
-from flexmod.ir.trace import Traced, capture_of, plain_number, trace
+from flexmod.ir.trace import Traced, trace
 from flexmod.ir.vectors import NAMES as OF_VECTORS
 from flexmod.ir.vectors import converting_row, reduces
 from flexmod.runtime.locks import Lock

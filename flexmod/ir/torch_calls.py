@@ -1,4 +1,4 @@
-"""Translates torch functions on traced values into operations of the table, or raises an error.
+"""Translates functions and operators on traced values into operations of the table, or raises an error.
 
 A function is a cast, a constant, an operation of the table, or a combination of these (`formulas.py`).
 
@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from flexmod import errors
 from flexmod.ir import advice, vectors
 from flexmod.ir.formulas import BINARY, CASTS, COMPOSED, FILLS, METADATA, REDUCTIONS, draws, writes
-from flexmod.ir.ops import BY_TORCH_NAME, promote, strong
-from flexmod.ir.proxy import AbstractTracer, CaptureView, Proxy, mentions_traced
+from flexmod.ir.ops import BY_TORCH_NAME, category, promote, strong
+from flexmod.ir.proxy import Proxy, TracedValue, Tracer, is_wide, mentions_traced, needs_value
 from flexmod.ir.source import user_line
 from flexmod.runtime.private_torch import TorchDispatchMode, tree_leaves
 from flexmod.runtime.tensor_kinds import check_storage, ends_the_process
@@ -29,15 +29,13 @@ ROUNDINGS = {"floor": "floor_divide", "trunc": "trunc_divide"}
 OPERANDS = ("condition", "input", "self", "other", "exponent")
 
 
-def call(
-    tracer: AbstractTracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def call(tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Translates a call of a torch function or method with a traced value among its arguments."""
     name = getattr(func, "__name__", str(func))
     refuse_impure(name, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("inplace", "out")}
     if name == "__getitem__":
-        return tracer.index(*args)
+        return vectors.indexed(tracer, *args)
     bare = name.strip("_")
     if name.startswith("__"):
         reverse = bare not in BINARY and bare[1:] in BINARY
@@ -48,7 +46,7 @@ def call(
         args = ()
     if not args and (bare in FILLS or bare in SPECIAL):
         args = tuple([kwargs.pop(each) for each in ("input", "self", "data") if each in kwargs][:1])
-    wide = any(map(vectors.is_wide, (*args, *kwargs.values())))
+    wide = any(map(is_wide, (*args, *kwargs.values())))
     if bare in vectors.MADE or (wide and vectors.reduces(bare, args)):
         return vectors.call(tracer, bare, args, kwargs)
     if wide and bare in OF_SCALARS:
@@ -75,6 +73,9 @@ def call(
     )
 
 
+Tracer.call = call
+
+
 def refuse_impure(name: str, kwargs: dict[str, Any]) -> None:
     """Raises an error for random numbers and in-place writes, with or without a traced value."""
     if draws(name):
@@ -86,7 +87,7 @@ def refuse_impure(name: str, kwargs: dict[str, Any]) -> None:
             raise errors.MutationError(operation=f"{name}({option}=...)", where=user_line())
 
 
-def _composed(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _composed(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Translates a torch call into several operations of the table."""
     operands = (*args, *(kwargs[k] for k in ("input", "self") if k in kwargs))
     options = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
@@ -106,7 +107,7 @@ def _composed(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: 
         ) from error  # fmt: skip
 
 
-def _table_row(tracer: AbstractTracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
+def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
     """Translates a torch call with its keywords into an operation of the table."""
     operands = (*args, *(kwargs[k] for k in OPERANDS if k in kwargs))
     options = {k: v for k, v in kwargs.items() if k not in OPERANDS}
@@ -135,7 +136,7 @@ def _operand_count(count: int, kind: str = "") -> str:
     return f"{count} {kind}operand{'s' if count != 1 else ''}"
 
 
-def _times(tracer: AbstractTracer, name: str, operands: tuple[Any, ...], alpha: Any) -> tuple[Any, ...]:
+def _times(tracer: Tracer, name: str, operands: tuple[Any, ...], alpha: Any) -> tuple[Any, ...]:
     """Multiplies the second of two operands by alpha, in the dtype of both, as torch does."""
     if isinstance(alpha, (int, float)) and alpha == 1:  # not a tensor: its value is unknown
         return operands
@@ -153,9 +154,7 @@ def _times(tracer: AbstractTracer, name: str, operands: tuple[Any, ...], alpha: 
     return operands[0], tracer.cast(product, common) if common == torch.bool else product
 
 
-def _fill(
-    tracer: AbstractTracer, name: str, like: Any, *args: Any, dtype: Any = None, **options: Any
-) -> Proxy:
+def _fill(tracer: Tracer, name: str, like: Any, *args: Any, dtype: Any = None, **options: Any) -> Proxy:
     """full_like and similar functions: a constant with the dtype of `like`, or `dtype`."""
     rest = list(args)
     if name.startswith("new_"):
@@ -172,26 +171,26 @@ def _fill(
     return tracer.cast(value, target)
 
 
-def _to(tracer: AbstractTracer, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:
+def _to(tracer: Tracer, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:
     """Tensor.to: casts to a dtype, and ignores the scalar's own device."""
     for target in targets:
         if isinstance(target, torch.dtype):
             dtype = target
-        elif isinstance(target, (torch.Tensor, Proxy, CaptureView)):
+        elif isinstance(target, (torch.Tensor, TracedValue)):
             dtype = target.dtype
     return tracer.cast(value, dtype) if dtype is not None else Proxy(tracer, tracer.node(value, "to"))
 
 
-def _copy(tracer: AbstractTracer, value: Any, *, dtype: Any = None, **options: Any) -> Proxy:
+def _copy(tracer: Tracer, value: Any, *, dtype: Any = None, **options: Any) -> Proxy:
     """torch.tensor(q_idx): a scalar is its own copy."""
     return _to(tracer, value, dtype=dtype)
 
 
-def _new_tensor(tracer: AbstractTracer, like: Any, data: Any, *, dtype: Any = None, **options: Any) -> Proxy:
+def _new_tensor(tracer: Tracer, like: Any, data: Any, *, dtype: Any = None, **options: Any) -> Proxy:
     return tracer.cast(data, dtype or promote(tracer.node(like, "new_tensor").dtype))
 
 
-def _type(tracer: AbstractTracer, value: Any, dtype: Any = None, **options: Any) -> Proxy:
+def _type(tracer: Tracer, value: Any, dtype: Any = None, **options: Any) -> Proxy:
     return tracer.cast(value, dtype)
 
 
@@ -209,10 +208,68 @@ SPECIAL: dict[str, Callable[..., Proxy]] = {
 OF_SCALARS = frozenset({*CASTS, *FILLS, *SPECIAL, *BY_TORCH_NAME, *COMPOSED})
 
 
+UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}
+AUGMENTED = {
+    "add": "+=", "sub": "-=", "mul": "*=", "truediv": "/=", "floordiv": "//=", "pow": "**=", "mod": "%=",
+    "and": "&=", "or": "|=", "xor": "^=", "lshift": "<<=", "rshift": ">>=",
+}  # fmt: skip
+CONVERSIONS = ("round", "int", "float", "index", "complex", "len", "iter", "contains")
+
+
+def _install_operators() -> None:
+    def binary(name: str) -> Any:
+        # pow() gives a modulus too
+        return lambda self, other, *rest: NotImplemented if rest else self._tracer.apply(name, (self, other))
+
+    def augmented(name: str, operator: str) -> Any:
+        """`x += y` makes a new value of x's dtype. torch writes in place, so other names of x may not be read
+        later."""
+
+        def write(self: Any, other: Any) -> Any:
+            found = self._tracer.apply(name, (self, other))
+            if found.dtype != self.dtype and category(found.dtype) <= category(self.dtype):
+                found = found.to(self.dtype)
+            self._overwritten = operator, user_line()
+            delattr(self, type(self).__slots__[0])
+            return found
+
+        return write
+
+    def reflected(name: str) -> Any:
+        return lambda self, other: self._tracer.apply(name, (other, self))
+
+    def unary(name: str) -> Any:
+        return lambda self: self._tracer.apply(name, (self,))
+
+    def concrete(name: str) -> Any:
+        def refuse(self: Proxy, *args: Any) -> Any:
+            if name == "index":
+                advice.check_container(list, tuple, str, range)
+            if name == "contains":  # the line's `in` asks for the traced value's own elements
+                where = user_line()
+                raise errors.ConcreteValueError(operation=f"{name}()", where=where, advice=advice.SYMBOLIC)
+            raise needs_value(f"{name}()")
+
+        return refuse
+
+    for dunder, name in BINARY.items():
+        setattr(TracedValue, f"__{dunder}__", binary(name))
+        setattr(TracedValue, f"__r{dunder}__", reflected(name))
+    for dunder, operator in AUGMENTED.items():
+        setattr(TracedValue, f"__i{dunder}__", augmented(BINARY[dunder], operator))
+    for dunder, name in UNARY.items():
+        setattr(TracedValue, f"__{dunder}__", unary(name))
+    for name in CONVERSIONS:
+        setattr(Proxy, f"__{name}__", concrete(name))
+
+
+_install_operators()
+
+
 class Watch(TorchFunctionMode):
     """Sees every torch function that a mod calls; those with a traced value go to the tracer."""
 
-    def __init__(self, tracer: AbstractTracer) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
 
@@ -237,7 +294,7 @@ class WatchOperations(TorchDispatchMode):
     They come from scripted functions, extensions, code under DisableTorchFunction, and the tracer itself.
     """
 
-    def __init__(self, tracer: AbstractTracer) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
 

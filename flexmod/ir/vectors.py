@@ -1,4 +1,4 @@
-"""Short vectors inside a mod: rows of captured tensors, unrolled into traced scalars.
+"""Parts of captured tensors, and short vectors inside a mod: rows of these, unrolled into traced scalars.
 
     (pos[q_idx] - pos[kv_idx]).pow(2).sum(-1)        (tags[q_idx] == tags[kv_idx]).any()
 
@@ -19,12 +19,89 @@ import torch
 
 from flexmod import errors
 from flexmod.ir.formulas import BINARY
+from flexmod.ir.graph import Node, dtype_name
 from flexmod.ir.ops import BY_TORCH_NAME, HALF, Op, category, promote
-from flexmod.ir.proxy import AbstractTracer, CaptureView, Proxy, TracedValue
+from flexmod.ir.proxy import Proxy, TracedValue, Tracer, is_wide
 from flexmod.ir.source import user_line
 
 MOST = 16
 Place = tuple[int, ...]
+
+
+class CaptureView(TracedValue):
+    """A captured tensor, some of its dimensions indexed: `intervals[img[kv_idx]]`. Not a scalar yet.
+
+    `_indices` has one entry for each dimension of the tensor: a Node, or None where it is still free.
+    """
+
+    __slots__ = ("_indices", "_number")
+
+    def __init__(self, tracer: Tracer, number: int, indices: tuple[Node | None, ...]) -> None:
+        self._tracer = tracer
+        self._number = number
+        self._indices = indices
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = self._tracer.tensors[self._number].shape
+        return torch.Size([s for s, i in zip(sizes, self._indices, strict=True) if i is None])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tracer.tensors[self._number].dtype
+
+    @property
+    def _name(self) -> str:
+        return self._tracer.name_of(self._tracer.tensors[self._number])
+
+    def __repr__(self) -> str:
+        return f"Proxy(a part of {self._name}: {dtype_name(self.dtype)} {list(self.shape)})"
+
+    def __getitem__(self, index: Any) -> Proxy | CaptureView:
+        """Indexes the free dimensions from the left; with every dimension indexed, returns the element."""
+        entries = self._expand(index if isinstance(index, tuple) else (index,))
+        rest = iter(entries)
+        indices = tuple(next(rest, None) if i is None else i for i in self._indices)
+        nodes = tuple(i for i in indices if i is not None)
+        if len(nodes) < len(indices):
+            return CaptureView(self._tracer, self._number, indices)
+        return Proxy(self._tracer, self._tracer.load(self._number, nodes))
+
+    def _expand(self, entries: tuple[Any, ...]) -> list[Node | None]:
+        sizes = self.shape
+        if any(e is None for e in entries):
+            self._refuse("with None", "leave the new dimension out: a mod works on scalars.")
+        dots = [i for i, e in enumerate(entries) if e is Ellipsis]
+        if dots:
+            missing = len(sizes) - (len(entries) - 1)
+            entries = (*entries[: dots[0]], *(slice(None),) * missing, *entries[dots[0] + 1 :])
+        if len(entries) > len(sizes):
+            many = "1 index" if len(entries) == 1 else f"{len(entries)} indices"
+            self._refuse(f"with {many}", f"give at most {len(sizes)}.")
+        return [self._entry(e, sizes[d]) for d, e in enumerate(entries)]
+
+    def _entry(self, entry: Any, size: int) -> Node | None:
+        if isinstance(entry, slice):
+            if entry.start is None and entry.stop is None and entry.step is None:
+                return None
+            self._refuse("with a slice", "index one element at a time, or slice the tensor before the call.")
+        # finds the name only when needed, since that takes longer than all other steps here
+        node = (
+            entry._node if isinstance(entry, Proxy) else self._tracer.node(entry, f"an index of {self._name}")
+        )
+        dtype = promote(node.dtype)
+        if dtype.is_floating_point or dtype == torch.bool:
+            raise errors.IndexDtypeError(name=self._name, dtype=dtype_name(dtype), where=user_line())
+        if node.is_const and not -size <= node.value < size:  # type: ignore[operator]
+            self._refuse(f"with {node.value}", f"use an index from {-size} to {size - 1}.")
+        return node
+
+
+def indexed(tracer: Tracer, target: Any, index: Any) -> Any:
+    """An element or a part of a captured tensor or of a traced value."""
+    if isinstance(target, torch.Tensor):
+        target = CaptureView(tracer, tracer.capture(target), (None,) * target.dim())
+    return target[index]
 
 
 class Vector(TracedValue):
@@ -35,7 +112,7 @@ class Vector(TracedValue):
 
     def __init__(
         self,
-        tracer: AbstractTracer,
+        tracer: Tracer,
         shape: Sequence[int],
         items: dict[Place, Proxy],
         refusal: errors.NotScalarError,
@@ -77,24 +154,19 @@ def _places(shape: Sequence[int]) -> Iterator[Place]:
     return product(*map(range, shape))
 
 
-def is_wide(value: Any) -> bool:
-    """Has it dimensions, unlike a scalar?"""
-    return isinstance(value, (Vector, CaptureView)) or (isinstance(value, torch.Tensor) and value.dim() > 0)
-
-
-def _vector(tracer: AbstractTracer, value: Any, operation: str) -> Vector:
+def _vector(tracer: Tracer, value: Any, operation: str) -> Vector:
     """A captured tensor or a part of one as a Vector. Raises NotScalarError if it has too many elements."""
     if isinstance(value, Vector):
         return value
     refusal = tracer.not_scalar(value, operation)
     if not 0 < math.prod(value.shape) <= MOST:
         raise refusal
-    items = {place: tracer.index(value, place) for place in _places(value.shape)}
+    items = {place: indexed(tracer, value, place) for place in _places(value.shape)}
     return Vector(tracer, value.shape, items, refusal)
 
 
 def unrolled(
-    tracer: AbstractTracer,
+    tracer: Tracer,
     operation: str,
     function: Callable[..., Proxy],
     args: Sequence[Any],
@@ -152,7 +224,7 @@ def _dtype_of_scalars(name: str, vectors: Sequence[Vector]) -> torch.dtype | Non
     return common if row is not None and (common.is_floating_point or row.dtype is promote) else None
 
 
-def _converted(tracer: AbstractTracer, value: Any, dtype: torch.dtype) -> Any:
+def _converted(tracer: Tracer, value: Any, dtype: torch.dtype) -> Any:
     """Casts a scalar that is no number, unless it is of a higher category than the dtype."""
     if not isinstance(value, (Proxy, torch.Tensor)) or value.dtype == dtype:
         return value
@@ -230,7 +302,7 @@ def reduces(name: str, args: Sequence[Any]) -> bool:
     return name in NAMES and not of_two
 
 
-def call(tracer: AbstractTracer, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Reduces, multiplies or makes vectors. Raises ReductionError for what has more than MOST elements."""
     named = dict(kwargs)
     first, *rest = [*args, *(named.pop(key) for key in ("input", "self", "tensors", "other") if key in named)]
@@ -283,7 +355,7 @@ def _product_of(x: Any, y: Any) -> Vector | Proxy:
     return found if found.dtype == dtype else found.to(dtype)
 
 
-def _made(tracer: AbstractTracer, name: str, parts: Sequence[Any], dim: int = 0) -> Vector:
+def _made(tracer: Tracer, name: str, parts: Sequence[Any], dim: int = 0) -> Vector:
     """stack and cat, of scalars and vectors of at most one dimension."""
     items: list[Proxy] = []
     rows = [_vector(tracer, x, name) if is_wide(x) else Proxy(tracer, tracer.node(x, name)) for x in parts]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
 from flexmod.ir.graph import as_int
-from flexmod.ir.trace import plain_number
+from flexmod.ir.proxy import plain_number
 from flexmod.runtime import config, tensor_kinds
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]

@@ -23,8 +23,8 @@ from flexmod.ir.derivative import differentiate
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.graph import Capture, Graph, GraphBuilder
 from flexmod.ir.ops import OPS, Op
-from flexmod.ir.proxy import Proxy
-from flexmod.ir.trace import Tracer, trace
+from flexmod.ir.proxy import Proxy, Tracer
+from flexmod.ir.trace import trace
 
 KINDS = {"bool": torch.bool, "int": torch.int32, "float": torch.float32}
 CPU = torch.device("cpu")
