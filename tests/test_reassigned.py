@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import flexmod
 from flexmod import flex_attention
-from flexmod.calls import compiled
+from flexmod.calls import compiled, prepared
 
 Read = Callable[[], Tensor]
 Assign = Callable[[Tensor], Any]
@@ -281,6 +281,27 @@ def test_a_copy_made_after_the_change_sees_it_at_once() -> None:
     attend = flexmod.compile(*mods)
     assign(torch.tensor(1))
     assert near(copy.deepcopy(attend)(*tensors), truth(*tensors, *mods))
+
+
+@torch.no_grad()
+def test_another_thread_assigns_a_tensor_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, assign = variable(torch.zeros(LENGTH))
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        bias = read()
+        return score + (bias[kv_idx] if bias.dim() == 1 else bias[kv_idx, q_idx])
+
+    def attend_twice(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        result = prepared.attend(*arguments)
+        assign(torch.linspace(-3, 3, LENGTH * LENGTH).view(LENGTH, LENGTH))
+        attend(*tensors)
+        return result
+
+    attend, tensors = flexmod.compile(mod), inputs()
+    monkeypatch.setattr(prepared, "attend", attend_twice)
+    attend(*tensors)
+    assert near(attend(*tensors), truth(*tensors, mod))
 
 
 @torch.no_grad()

@@ -234,8 +234,9 @@ class CompiledAttention(Inspection):
         ready = None if facts is None else prepared.known(query, key, value, block_mask, asked)
         lasting = not (traces.eager or is_captured(query.device))
         if ready is not None and not ready.autocast and lasting:
-            bound = _bound(ready, block_mask, variant, masks, self._latest)
-            remember(self._bound, (facts, want_max), bound, MASKS)
+            bound = _bound(ready, block_mask, traces, variant.links or (), masks, self._latest)
+            if variant.traces is traces:  # otherwise the links may be of another thread's newer traces
+                remember(self._bound, (facts, want_max), bound, MASKS)
         return float8.scaled(result, factor)
 
     def _score(self, traces: _Traces, block_mask: Any) -> prepared.Score:
@@ -467,14 +468,14 @@ class _KnownCall(NamedTuple):
 def _bound(
     ready: prepared.CheckedCall,
     block_mask: BlockMask | None,
-    variant: _TracedMods,
+    traces: _Traces,
+    links: Links,
     masks: _Masks | None,
     latest: Latest,
 ) -> _KnownCall:
-    traces = variant.traces
     mask = ready.mask(None if block_mask is None else block_mask.snapshot())
     captured = tuple(traces.by_kind["score"].tensors[place] for place in ready.places)
     watched = masks.watched if masks else None
     twice = {id(tensor) for tensor in watched.tensors} if watched else set()
     kinds = tuple([(tensor, kind) for tensor, kind in traces.kinds if id(tensor) not in twice])
-    return _KnownCall(ready.call, mask, captured, kinds, variant.links or (), watched, latest)
+    return _KnownCall(ready.call, mask, captured, kinds, links, watched, latest)

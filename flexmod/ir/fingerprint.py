@@ -302,6 +302,9 @@ def find(
     of_seen = {id(tensor): place for place, tensor in enumerate(seen.tensors)}
     if traced.eager or any(id(tensor) not in of_seen for tensor in (*traced.tensors, *traced.described)):
         return traced, None
+    now = fingerprint(mod)
+    if now is None or now.key != seen.key:  # another thread assigned a number in between
+        return traced, None
     of_trace = ([of_seen[id(tensor)] for tensor in part] for part in (traced.tensors, traced.described))
     places, described = map(tuple, of_trace)
     remember(_known, key, (traced.graph, places, described), REMEMBERED)

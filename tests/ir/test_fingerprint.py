@@ -305,6 +305,25 @@ def test_a_known_mod_does_not_run(ran: list[Any]) -> None:
     assert first.tensors[0] is one and second.tensors[0] is other
 
 
+def test_a_number_that_another_thread_assigns_during_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    by = 1
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + by
+
+    def assign_and_trace(mod: Any, kind: str, device: Any) -> Any:
+        nonlocal by
+        by = 2
+        return trace.trace(mod, kind, device)
+
+    monkeypatch.setattr(traces, "_known", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(traces, "trace", assign_and_trace)
+        remembered(mod, "score", CPU)
+    by = 1
+    assert remembered(mod, "score", CPU).graph == remembered(shifted(1), "score", CPU).graph
+
+
 def test_the_default_dtype_counts(ran: list[Any]) -> None:
     torch.set_default_dtype(torch.float64)
     try:
