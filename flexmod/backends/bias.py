@@ -106,6 +106,7 @@ class Bias:
         self._lengths = q.shape[2], k.shape[2]
         self._diagonal = max(self._lengths) <= LARGEST_ON_LINE and _has_line(graph)
         self._new = _without_casts(graph.result).op != "load"  # else a view of a captured tensor
+        self.replaces = any(node.is_const and node.value == -torch.inf for node in graph.nodes)
         self._lines: dict[tuple[range, range], Tensor] = {}
 
     def of(self, step: Step, dtype: torch.dtype) -> Tensor:
@@ -158,7 +159,7 @@ class Bias:
     def _bound(self) -> float:
         """The largest possible score without the bias."""
         scale, q, k = self._operands
-        return abs(scale) * _largest_row(q) * _largest_row(k)
+        return abs(scale) * largest_row(q, torch.float32) * largest_row(k, torch.float32)
 
     def _is_steep(self, bias: Tensor) -> bool:
         """Returns whether weights may be denormal, of a bias without a mask."""
@@ -174,6 +175,6 @@ class Bias:
         return bias.to(dtype)[(None,) * (4 - bias.dim())]
 
 
-def _largest_row(x: Tensor) -> float:
-    """Returns the largest norm of a row."""
-    return float(torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()) if x.numel() else 0.0
+def largest_row(x: Tensor, dtype: torch.dtype) -> float:
+    """Returns the largest norm of a row, computed in a dtype; nan if x has one."""
+    return float(torch.linalg.vector_norm(x, dim=-1, dtype=dtype).amax()) if x.numel() else 0.0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.arguments import SINGLE, BackwardInputs, Forward, Gradients, Problem
-from flexmod.backends.bias import Bias
+from flexmod.backends.bias import Bias, largest_row
 from flexmod.backends.blocks import LOG2_E, WIDTH, Scratch, gradients_of, lse_suffices
 from flexmod.backends.products import is_large, is_quick, product
 from flexmod.backends.steps import (
@@ -50,7 +50,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Forward | None
     attend, results = call.kernels[0], None
     for batch, mask, turned in call.batches():
         step = batch.step
-        if step.forbidden and not call.is_finite:
+        if call.masks(step) and not call.is_finite:
             return None
         of_batch = turned(batch.rows_of(query)), batch.columns_of(call.key), batch.columns_of(call.value)
         found = attend(*of_batch, 0.0, step.tiles.causal, attn_mask=mask, scale=problem.scale)
@@ -83,7 +83,7 @@ def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, b
     by_row: list[Tensor] = []
     for batch, mask, turned in call.batches():
         step = batch.step
-        if step.forbidden and not call.is_finite:
+        if call.masks(step) and not call.is_finite:
             return None
         masked: Any = {"attn_mask": mask, "scale": problem.scale}
         if quick and len(step.tiles.columns) == 1 and is_large(*step.shape[2:]):
@@ -230,11 +230,15 @@ class FlashCall:
         lse = torch.full(self.size[:3], -torch.inf, dtype=self.heads.real, device=q.device)
         return q.new_zeros((*self.size[:3], dim)), lse
 
+    def masks(self, step: Step) -> bool:
+        """Whether the kernel adds -inf to scores of a step that the mask or the score mod replaces by it."""
+        return bool(step.forbidden) or self.bias is not None and self.bias.replaces
+
     @cached_property
     def is_finite(self) -> bool:
-        """Whether no score can be nan or infinite: the kernel adds -inf to a masked one."""
-        total = self._query.sum(dtype=self.heads.real) + self.k.sum(dtype=self.heads.real)
-        return bool(torch.isfinite(total))
+        """Whether no score can be nan or infinite, which would stay so beside -inf."""
+        largest = largest_row(self._query, self.heads.real) * largest_row(self.k, self.heads.real)
+        return largest * max(1.0, abs(self.problem.scale)) < torch.finfo(self.heads.real).max / 2
 
     def batches(self) -> Iterator[tuple[OneStep | EqualSteps, Tensor | None, Turn]]:
         """Yields the batches of the kernel, its mask, and the order of rows.

@@ -3,8 +3,8 @@
 `flash` runs torch's flash attention for each step of the mask's tiles, on the CPU. It serves calls without a
 score mod, or with one that adds a bias to the score. `blocks` serves all other calls there:
 
-    any other score mod; the largest scores; gradients of captured tensors; scores too large for one lse; a
-    mask with queries or keys that are not finite; a torch without that operation
+    any other score mod; the largest scores; gradients of captured tensors; scores too large for one lse;
+    masked scores that are not finite; a torch without that operation
 
 The reference computes the whole score matrix. Plans of both have one step: a function of a call's tensors and
 mask.

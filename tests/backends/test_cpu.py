@@ -493,13 +493,23 @@ def test_two_sums_with_the_score_round_twice(path: str, monkeypatch: pytest.Monk
     assert not calls
 
 
-@pytest.mark.parametrize("score_mod", [None, relative])
-def test_garbage_under_the_mask(score_mod: Any) -> None:
-    """Keys that no query attends to may be no numbers, as their values' gradients show."""
-    case = make_case(dtype=torch.float64, q_len=100)
-    mask = block_mask(case, lambda b, h, q_idx, kv_idx: kv_idx < 70)
+def early(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return torch.where(kv_idx < 70, score, -torch.inf)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e160])
+@pytest.mark.parametrize("score_mod", [None, relative, early])
+def test_garbage_under_the_mask(score_mod: Any, garbage: float) -> None:
+    """Keys that no query attends to may be no numbers, as their values' gradients show.
+
+    They may also be so large that their scores overflow.
+    """
+    case = make_case(dtype=torch.float64, q_len=128)
+    everything = score_mod is early
+    mask = block_mask(case, lambda b, h, q_idx, kv_idx: (kv_idx < 70) | everything)
+    case.q[:, :, 5] = 1e160
     clean, of_clean = run(case, score_mod, mask)
-    case.k[:, :, 70:] = torch.nan
+    case.k[:, :, 70:] = garbage
     found, grads = run(case, score_mod, mask)
     torch.testing.assert_close(found.out, clean.out)
     torch.testing.assert_close(grads.value, of_clean.value)
