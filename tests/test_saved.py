@@ -210,6 +210,20 @@ def test_a_tensor_that_is_written(name: str, form: str, mode: str, backend: str)
     case.backward(case.forward())
 
 
+def test_a_tensor_without_a_name_that_is_written() -> None:
+    """An operation of a graph does not know the names of captured tensors."""
+    bias, (q, k, v) = torch.zeros(LENGTH), Case("eager", "cpu", "runs").tensors
+
+    def biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + bias[kv_idx]
+
+    torch._dynamo.reset()
+    out = torch.compile(flex_attention, backend="eager")(q, k, v, biased)
+    bias.fill_(1.0)
+    with pytest.raises(errors.ModifiedBeforeBackwardError, match=r"a new one: tensor = tensor\.clone\(\)"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("backend", ["cpu", "interpret"])
 def test_a_handle_that_builds_its_mask_again(backend: str) -> None:
     window = torch.full((LENGTH,), 20)

@@ -469,4 +469,4 @@ def _restored_mask(mask: MaskSnapshot, found: Sequence[Tensor], versions: Sequen
 
 def _written(name: str) -> ModifiedBeforeBackwardError:
     bare = name.split(",")[0]
-    return ModifiedBeforeBackwardError(name=name, bare=bare)
+    return ModifiedBeforeBackwardError(name=name, bare="tensor" if " " in bare else bare)
