@@ -115,6 +115,40 @@ def test_a_captured_tensor_that_also_decides() -> None:
     assert torch.equal(grad(loss)(table), torch.autograd.grad(loss(leaf), leaf)[0])
 
 
+@KERNELS
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=["float8", "bfloat16"])
+def test_a_call_inside_a_transform_that_needs_no_gradient(options: Any, dtype: torch.dtype) -> None:
+    q, k, v = tensors()
+    low = [x.to(dtype) for x in (k, v)]
+
+    def attend(x: Tensor, *of: Tensor) -> Tensor:
+        return flex_attention(x, *of, kernel_options=options)
+
+    wanted = attend(q, *low) * attend(q, k, v)
+    found = grad(lambda x: (x * (attend(x.detach(), *low) * attend(q, k, v))).sum())(q)
+    assert torch.equal(found, wanted)
+    assert torch.equal(jvp(lambda x: x * (attend(q, *low) * attend(q, k, v)), (q,), (q,))[1], q * wanted)
+
+    def without_grad(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = attend(x, *low) * attend(x, k, v)
+        return (x * factor).sum()
+
+    assert torch.equal(grad(without_grad)(q), wanted)
+
+
+def test_float8_names_the_tensor_that_needs_a_gradient() -> None:
+    q, k, v = tensors()
+    low, one = [x.to(torch.float8_e4m3fn) for x in (k, v)], torch.tensor(1.0)
+    with pytest.raises(errors.Float8GradientError, match="^query requires a gradient"):
+        grad(lambda x: flex_attention(x, *low).sum())(q)
+    # the inner level's tensor needs none, the outer's does
+    with pytest.raises(errors.Float8GradientError, match="^query requires a gradient"):
+        grad(lambda x: grad(lambda y: y * flex_attention(x * 1, *low).sum())(one))(q)
+    mapped = vmap(lambda x: flex_attention(x, *low, kernel_options=REFERENCE))(q[None])
+    assert torch.equal(mapped[0], flex_attention(q, *low, kernel_options=REFERENCE))
+
+
 def test_a_mask_outlives_the_transform_it_was_built_in() -> None:
     made: list[BlockMask] = []
     q, k, v = tensors()

@@ -43,6 +43,7 @@ from flexmod.runtime.private_torch import (
     default_saved_hooks,
     in_transform,
     is_view,
+    is_wrapped,
     outside_of_graphs,
     saved_without_checks,
     version_of,
@@ -263,7 +264,8 @@ def run(
     if call.host_numbers:  # once, so that the backward uses the values of its forward
         captured = all_on_device(captured, query.device)
         mask = None if mask is None else mask.with_numbers_on(query.device)
-    if call.backend == "reference" and not nothing(query, key) or not call.track:
+    wrapped = not plain and in_transform() and any(map(is_wrapped, (query, key, value, *captured)))
+    if call.backend == "reference" and not nothing(query, key) or not (call.track or wrapped):
         out, lse, largest, *_ = call.forward(mask, (query, key, value, *captured))
         return Forward(out, lse, largest)  # type: ignore[arg-type]
     captured = [t if used else t.detach() for t, used in zip(captured, call.used, strict=True)]

@@ -260,7 +260,7 @@ def _check_gradients(tensors: dict[str, Tensor], scales: Scales) -> None:
     if torch.is_grad_enabled():
         of_scales = {f"scales.{name}": scale for name, scale in scales._asdict().items()}
         for name, tensor in {**tensors, **of_scales}.items():
-            if tensor is not None and tensor.requires_grad:
+            if tensor is not None and tensor_kinds.requires_grad(tensor):
                 raise errors.Float8GradientError(name=name)
 
 

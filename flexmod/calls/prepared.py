@@ -33,7 +33,13 @@ from flexmod.ir.proxy import plain_number
 from flexmod.ir.replay import replay
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config, tensor_kinds, tuned
-from flexmod.runtime.private_torch import dispatch_mode_count, in_forward_ad, in_transform, is_wrapped
+from flexmod.runtime.private_torch import (
+    dispatch_mode_count,
+    in_forward_ad,
+    in_transform,
+    is_wrapped,
+    outside_transforms,
+)
 
 LARGEST_SCALE = torch.finfo(torch.float32).max
 KNOWN = 1024  # calls in the cache
@@ -250,8 +256,7 @@ def _check_and_attend(
             if not reference:
                 tensor_kinds.check_transforms({name.rstrip(","): tensor for name, tensor in named.items()})
         tensors = (query, key, value, *(source.tensors if source else ()))
-        track = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        track |= in_transform() and any(map(is_wrapped, tensors))
+        track = torch.is_grad_enabled() and any(map(tensor_kinds.requires_grad, tensors))
         of_mask = () if mask is None else mask.tensors
         dispatched = tensor_kinds.any_dispatched((*tensors, *of_mask))
         traced = TracedCall(query, key, value, source, mask, asked, track)
@@ -269,7 +274,9 @@ def _check_and_attend(
                 remember(_known_calls, facts, ready, KNOWN)
         captured = (*captured, *asked.extra_tensors)
         naming = tensor_kinds.naming_mixed(_named(traced)) if dispatched else nullcontext()
-        with naming:
+        # a transform would wrap the results of kernels, also of tensors that it does not wrap
+        outside = in_transform() and not (track or reference or any(map(is_wrapped, tensors)))
+        with naming, outside_transforms() if outside else nullcontext():
             return autograd.run(call, traced.mask, query, key, value, captured, plain=False)
 
 

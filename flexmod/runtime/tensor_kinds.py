@@ -96,6 +96,13 @@ def innermost(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def requires_grad(tensor: Tensor) -> bool:
+    """Returns whether the tensor requires a gradient, at any level of torch.func."""
+    while not tensor.requires_grad and internals.in_transform() and is_wrapped(tensor):
+        tensor = internals.unwrapped(tensor)
+    return tensor.requires_grad
+
+
 def check_transforms(tensors: Mapping[str, object]) -> None:
     """Checks the tensors of a call; ignores objects that are no tensors, which other checks refuse.
 
