@@ -257,7 +257,7 @@ class Tracer:
             layout = "nested" if tensor.is_nested else tensor.layout
             raise errors.ModDtypeError(
                 name=self.name_of(tensor), dtype=f"{dtype_name(tensor.dtype)}, {layout}",
-                where=user_line(), accepted="strided bool, integer and floating-point tensors",
+                where=self.where(), accepted="strided bool, integer and floating-point tensors",
             )  # fmt: skip
         if type(tensor) not in tensor_kinds.CLASSES:
             tensor_kinds.check_class(self.name_of(tensor), tensor)
@@ -322,14 +322,14 @@ class Tracer:
         number = plain_number(value)
         if number is None:
             raise errors.OperationArgumentError(
-                operation=operation, problem=f"a {type(value).__name__}", where=user_line(),
+                operation=operation, problem=f"a {type(value).__name__}", where=self.where(),
                 advice=advice.of_operand(value),
             )  # fmt: skip
         # the conversion of an unknown class may have read a tensor
         self.eager |= not isinstance(value, (bool, int, float)) and type(value).__module__ != "numpy"
         if type(number) is int and not -(2**63) <= number < 2**63:
             raise errors.OperationArgumentError(
-                operation=operation, problem=f"{number}, which needs more than 64 bits", where=user_line(),
+                operation=operation, problem=f"{number}, which needs more than 64 bits", where=self.where(),
                 advice="use a smaller integer, or a float.",
             )  # fmt: skip
         return GraphBuilder.fresh_const(number, where=self.where())
@@ -343,7 +343,7 @@ class Tracer:
         indices = ", ".join(POSITIONS[-value.dim() :])
         indices = indices if isinstance(value, torch.Tensor) else f"..., {indices}"
         return errors.NotScalarError(
-            what=f"{operation} was given {name}", shape=tuple(value.shape), where=user_line(),
+            what=f"{operation} was given {name}", shape=tuple(value.shape), where=self.where(),
             example=f"{name}[{indices}]",
         )  # fmt: skip
 

@@ -60,7 +60,10 @@ def place_of(frame: FrameType | None) -> Where | None:
 
 def line_of(mod: Callable[..., Any] | None, text: str | None = None) -> Where | None:
     """The first line of a function that has a text in it, else its first line; without a text its last."""
-    code = getattr(mod, "__code__", None)
+    while isinstance(mod, functools.partial):
+        mod = mod.func
+    codes = [getattr(x, "__code__", None) for x in (mod, getattr(mod, "forward", None), type(mod).__call__)]
+    code = next((code for code in codes if code is not None and is_users(code.co_filename)), None)
     if code is None:
         return None
     lines = sorted({line for _, _, line in code.co_lines() if line is not None})

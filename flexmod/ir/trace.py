@@ -140,14 +140,14 @@ def _result(tracer: Tracer, value: Any, kind: str) -> Node:
             expected="one bool" if kind == "mask" else "the changed score",
             where=line_of(tracer.mod),
         )  # fmt: skip
+    if not isinstance(value, (Proxy, Vector)):  # a constant; the mod has returned
+        tracer.line = line_of(tracer.mod)
     node = tracer.node(value, f"the result of {mod}")
     is_bool = node.dtype in (torch.bool, bool)
-    traced = isinstance(value, Proxy)
-    where = node.where if traced else line_of(tracer.mod) or node.where  # a constant has the caller's line
     if kind == "mask" and not is_bool:
-        raise errors.MaskResultError(dtype=dtype_name(node.dtype), where=where)
+        raise errors.MaskResultError(dtype=dtype_name(node.dtype), where=node.where)
     if kind == "score" and is_bool:
-        raise errors.ScoreResultError(dtype=dtype_name(node.dtype), where=where)
+        raise errors.ScoreResultError(dtype=dtype_name(node.dtype), where=node.where)
     if kind == "score" and tracer.without_gradient:
         _check_gradient(tracer, node)
     if is_bool or node.dtype == torch.float32:

@@ -33,6 +33,7 @@ table = torch.zeros(4, 8)
 learned = torch.zeros(4, 8, requires_grad=True)
 complex_table = torch.zeros(8, dtype=torch.complex64)
 sparse = torch.eye(8).to_sparse()
+nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
 embeddings = torch.nn.Embedding(8, 4)
 steps, dim = [1, 3], 0
 
@@ -1191,6 +1192,16 @@ def a_whole_tensor(b, h, q, k):
 
 
 @row(
+    errors.ModDtypeError,
+    "nested has dtype float32, nested, which a mod cannot use; it takes strided bool, integer and "
+    "floating-point tensors.",
+    "convert it before the call.",
+)
+def a_whole_nested_tensor(b, h, q, k):
+    return q + nested > k  # <-
+
+
+@row(
     errors.NotScalarError,
     "eq was given table, of shape (8,), where a scalar is needed: a mod works on one (query, key) pair.",
     "index it down to one element, e.g. table[..., kv_idx].",
@@ -1214,10 +1225,58 @@ def sum_of_tensors(s, b, h, q, k):
     "the result of mask_mod result_is_a_row was given table, of shape (8,), where a scalar is needed: "
     "a mod works on one (query, key) pair.",
     "index it down to one element, e.g. table[..., kv_idx].",
-    line=False,
 )
 def result_is_a_row(b, h, q, k):
-    return table[h]
+    return table[h]  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    f"the result of score_mod result_is_too_large was called with {2**70}, which needs more than 64 bits.",
+    "use a smaller integer, or a float.",
+    kind="score",
+)
+def result_is_too_large(s, b, h, q, k):
+    return 2**70  # <-
+
+
+class ResultIsATensor(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.doc = doc
+
+    def forward(self, s, b, h, q, k):
+        return self.doc  # <-
+
+
+class ResultOfAnObject:
+    def __call__(self, b, h, q, k):
+        pass  # <-
+
+
+def result_of_a_partial(which, s, b, h, q, k):
+    return which  # <-
+
+
+DOC = (
+    "given doc, of shape (8,), where a scalar is needed: a mod works on one (query, key) pair.",
+    "index it down to one element, e.g. doc[kv_idx].",
+    "score",
+)
+ROWS["result_of_a_module"] = Row(
+    ResultIsATensor(), errors.NotScalarError,
+    f"the result of score_mod ResultIsATensor was {DOC[0]}", *DOC[1:],
+    line=ResultIsATensor.forward,
+)  # fmt: skip
+ROWS["result_of_a_partial"] = Row(
+    functools.partial(result_of_a_partial, doc), errors.NotScalarError,
+    "the result of score_mod result_of_a_partial was " + DOC[0].replace("doc", "argument0"),
+    DOC[1].replace("doc", "argument0"), "score", line=result_of_a_partial,
+)  # fmt: skip
+ROWS["result_of_an_object"] = Row(
+    ResultOfAnObject(), errors.NoResultError, "mask_mod ResultOfAnObject returned None.", "return one bool.",
+    line=ResultOfAnObject.__call__,
+)  # fmt: skip
 
 
 @row(
