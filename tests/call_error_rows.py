@@ -350,8 +350,8 @@ TENSORS: list[Row] = [
     (
         errors.OperationTensorError,
         lambda: captured_by_score("bias", Wrapper(x(4, 1), shape=(4,), strides=(1,))),
-        "torch.ops.flexmod.attention was given bias as torch.float32 of 2 dimensions; this call has "
-        "torch.float32 of 1 there.\n"
+        "torch.ops.flexmod.attention was given bias as torch.float32 of rank 2; this call has "
+        "torch.float32 of rank 1 there.\n"
         "  Instead: let a __torch_dispatch__ hand on all tensors as they were given, or none.",
     ),
     (

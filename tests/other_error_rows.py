@@ -169,7 +169,7 @@ ROWS: list[Row] = [
     (
         errors.ConstantError,
         lambda: encoded(("mul", object())),
-        "a object is no constant of a mod in torch.compile or torch.export.\n"
+        "an object is no constant of a mod in torch.compile or torch.export.\n"
         "  Instead: give torch's functions numbers, strings, dtypes, devices and tensors.",
     ),
     (
@@ -239,7 +239,7 @@ ROWS: list[Row] = [
         errors.NoTileFits,
         no_tile_fits,
         "no tile size fits the 101376 bytes of shared memory of cpu; tried 64x64 (4 warps, 1 "
-        "stages): 200000 bytes.\n"
+        "stage): 200000 bytes.\n"
         "  Instead: use a smaller head_dim, a half-precision dtype, or kernel_options with smaller "
         "BLOCK_M and BLOCK_N.",
     ),

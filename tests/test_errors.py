@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from call_error_rows import call, captured_by_score, causal, x
 
 import flexmod
-from flexmod import create_block_mask, errors
+from flexmod import create_block_mask, errors, flex_attention, mods
 from flexmod.runtime import launch
 
 # What tracing a mod raises: tests/ir/test_trace_errors.py has the rows, with the user's file and line.
@@ -47,6 +48,32 @@ def test_every_class_is_public_and_goes_by_where_it_is_imported_from() -> None:
     classes = [x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, ours)]
     assert {x.__name__ for x in classes} == set(errors.__all__)
     assert {x.__module__ for x in classes} == {"flexmod.errors"}
+
+
+def one_of_each() -> dict[Callable[[], object], str]:
+    q, short = torch.zeros(1, 2, 8, 16), torch.zeros(1, 1, 1, 16)
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 8, 8, device="cpu")
+
+    def one(_: Any) -> Any:
+        return True
+
+    return {
+        lambda: flex_attention(q, q[:, :1], q[:, :1]): "query has 2 heads but key and value have 1.",
+        lambda: flex_attention(q[:, :1], q, q, enable_gqa=True): "query has 1 head, which is no multiple",
+        lambda: flex_attention(q[0, 0, 0], q, q): "query has 1 dimension, shape (16,);",
+        lambda: flex_attention(short, short, short, block_mask=mask): "query has 1 position and key 1.",
+        lambda: flex_attention(4, q, q): "query is an int, not a torch.Tensor.",  # type: ignore[arg-type]
+        lambda: flex_attention(q, q, q, mods.alibi(torch.ones(1))): "is made for 1 head (its",
+        lambda: create_block_mask(one, None, None, 8, 8, device="cpu"): "takes 1 positional argument without",
+        lambda: mask[0, 1]: "the number of heads is 1.",
+    }
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_count_of_one(number: int) -> None:
+    refused, what = [*one_of_each().items()][number]
+    with pytest.raises(errors.FlexmodError, match=re.escape(what)):
+        refused()
 
 
 # What the peers refuse, and flexmod refuses too.

@@ -299,12 +299,12 @@ EVEN, ROPE = torch.zeros(2, 4), torch.zeros(1, 1, 5, 2)
         (lambda: mods.t5_bias(SLOPES), "t5_bias: table is torch.float64 [3]", REAL + "[buckets, H]"),
         (
             lambda: mods.t5_bias(torch.zeros(7, 2), bidirectional=True),
-            "t5_bias: table is of 7 buckets for 128 positions",
+            "t5_bias: table is of shape [7, 2], with max_distance=128",
             "of 2 buckets or more for each direction, half of them fewer than max_distance",
         ),
         (
             lambda: mods.t5_bias(torch.zeros(32, 2), max_distance=16),
-            "t5_bias: table is of 32 buckets for 16 positions",
+            "t5_bias: table is of shape [32, 2], with max_distance=16",
             "of 2 buckets or more for each direction, half of them fewer than max_distance",
         ),
         (lambda: mods.softcap(30.0, 0.5), "softcap: approximate is 0.5", "True or False"),
@@ -331,7 +331,7 @@ EVEN, ROPE = torch.zeros(2, 4), torch.zeros(1, 1, 5, 2)
         ),
         (
             lambda: mods.chain(mods.alibi(2), 3),
-            "chain: a mod is a int",
+            "chain: a mod is an int",
             "a function (score, b, h, q_idx, kv_idx) -> score",
         ),
         (

@@ -196,8 +196,8 @@ def test_it_refuses_what_it_was_not_written_for(tmp_path: Path) -> None:
     done = subprocess.run(command, env=switches, capture_output=True, text=True, timeout=240)
     assert done.stdout.splitlines() == [
         "q is torch.float64; this file is for torch.float16 and torch.bfloat16 and torch.float32",
-        "bias is torch.float64 of 2 dimensions; the kernels read torch.float32 of 2",
-        "bias is torch.float32 of 1 dimensions; the kernels read torch.float32 of 2",
+        "bias is torch.float64 of rank 2; the kernels read torch.float32 of rank 2",
+        "bias is torch.float32 of rank 1; the kernels read torch.float32 of rank 2",
         "bias has the shape [2, 69], but the kernels read [2, 70]",
         "bias has the shape [1, 70], but the kernels read [2, 70]",
         "bias gets no gradient here: save the file with one that requires grad",
@@ -205,7 +205,7 @@ def test_it_refuses_what_it_was_not_written_for(tmp_path: Path) -> None:
         "a batch of keys is q's or 1, scale is positive, sizes are up to 1048576",
         "ids has the shape [70], but the kernels read [71]",
         "ids has the shape [70], but the kernels read [71]",
-        "ids is torch.int32 of 1 dimensions; the kernels read torch.int64 of 1",
+        "ids is torch.int32 of rank 1; the kernels read torch.int64 of rank 1",
         "mods.by_key is made for HQ=2, but the call has 4",
         "this file has no second derivatives; dense_attention has them",
         "one of the variables needed for gradient computation has been modified by an inplace operation",
@@ -285,7 +285,7 @@ def test_a_chip_that_no_tile_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.NoTileFits) as raised:
         standalone(head_dim=16, target="sm_86")
     assert str(raised.value).startswith(
-        "no tile size fits the 101376 bytes of shared memory of sm_86; tried 64x64 (4 warps, 1 stages) last: "
+        "no tile size fits the 101376 bytes of shared memory of sm_86; tried 64x64 (4 warps, 1 stage) last: "
         "200000 bytes."
     )
 

@@ -18,6 +18,7 @@ from flexmod.errors import (
     MaskCaptureGradientError,
     NoDeviceError,
 )
+from flexmod.errors.base import a_type, counted
 from flexmod.ir.fingerprint import remembered
 from flexmod.ir.graph import as_int, line_of_load, used_captures
 from flexmod.ir.offsets import LARGEST
@@ -114,7 +115,7 @@ def plain_list(name: str, part: Any) -> Tensor | None:
         return None
     if not isinstance(part, Tensor):
         raise BlockMaskPartsError(
-            problem=f"{name} is a {type(part).__name__}, not a tensor",
+            problem=f"{name} is {a_type(part)}, not a tensor",
             advice=f"make it one, e.g. torch.tensor({name}, dtype=torch.int32)",
         )
     plain = tensor_kinds.plain(part, name)
@@ -184,8 +185,9 @@ def check_grid(grid: tuple[int, int], lengths: tuple[int, int], block: tuple[int
     expected = tuple(map(tile_count, lengths, block))
     if grid != expected:
         raise BlockMaskPartsError(
-            problem=f"tiles has {grid[0]} rows and {grid[1]} columns, but Q_LEN={lengths[0]} and "
-            f"KV_LEN={lengths[1]} have {expected[0]} and {expected[1]} with BLOCK_SIZE {block}",
+            problem=f"tiles has {counted(grid[0], 'row')} and {counted(grid[1], 'column')}, but "
+            f"Q_LEN={lengths[0]} and KV_LEN={lengths[1]} have {expected[0]} and {expected[1]} with "
+            f"BLOCK_SIZE {block}",
             advice="give the seq_lengths and the BLOCK_SIZE that the table was made for",
         )
 
@@ -197,9 +199,11 @@ def check_lengths(
     rows, columns = map(tile_count, lengths, block)
     problem = ""
     if by_row.shape[-2] != rows:
-        problem = f"{by_row.shape[-2]} rows of tiles are listed, but Q_LEN={lengths[0]} has {rows}"
+        listed = counted(by_row.shape[-2], "row")
+        problem = f"tiles of {listed} are listed, but Q_LEN={lengths[0]} has {rows}"
     elif by_column is not None and by_column.shape[-2] < columns:
-        problem = f"{by_column.shape[-2]} columns of tiles are listed, but KV_LEN={lengths[1]} has {columns}"
+        listed = counted(by_column.shape[-2], "column")
+        problem = f"tiles of {listed} are listed, but KV_LEN={lengths[1]} has {columns}"
     if problem:
         raise BlockMaskPartsError(
             problem=f"{problem} with BLOCK_SIZE {block}",

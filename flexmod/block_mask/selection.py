@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import BlockMaskIndexError
+from flexmod.errors.base import counted
 from flexmod.ir.composed import Derived
 from flexmod.ir.graph import as_int, as_position, expect_size
 from flexmod.ir.offsets import LARGEST, IndexMap
@@ -198,9 +199,10 @@ class _Ask:
         numbers = self._numbers(entry, axis)
         for number in numbers[:1] if isinstance(numbers, range) else numbers:
             if not -size <= number < size:
-                self.refuse(f"there are {size} {AXES[axis]}", f"use numbers from {-size} to {size - 1}")
+                problem = f"the number of {AXES[axis]} is {size}"
+                self.refuse(problem, f"use numbers from {-size} to {size - 1}")
         if not len(numbers):
-            self.refuse(f"it chooses none of the {size} {AXES[axis]}", "choose at least one")
+            self.refuse(f"it chooses none of the {AXES[axis]}", "choose at least one")
         return numbers if isinstance(numbers, range) else as_range([number % size for number in numbers])
 
     def _numbers(self, entry: Any, axis: int) -> Chosen:
@@ -234,7 +236,9 @@ class _Ask:
         if entries.dtype == torch.bool:
             if len(entries) != self.shape[axis]:
                 self.refuse(
-                    f"{len(entries)} bools for {self.shape[axis]} {AXES[axis]}", "give one bool for each"
+                    f"the list has {counted(len(entries), 'bool')}, but the number of {AXES[axis]} is "
+                    f"{self.shape[axis]}",
+                    "give one bool for each",
                 )
             entries = entries.nonzero().flatten()
         numbers: list[int] = entries.tolist()

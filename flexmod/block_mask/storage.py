@@ -23,6 +23,7 @@ from flexmod.block_mask.parts import plain_list
 from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts, Runs, both_sizes, tile_count
 from flexmod.block_mask.tiles import of_table as runs_of_table
 from flexmod.errors import BlockMaskPartsError
+from flexmod.errors.base import a_type
 from flexmod.ir.evaluate import captures_on_device
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.passes import fitted
@@ -270,7 +271,7 @@ class ListPart:
         name = self._name
         if not (isinstance(part, Tensor) or part is None and name not in LISTS[:2]):
             raise BlockMaskPartsError(
-                problem=f"block_mask.{name} is assigned a {type(part).__name__}, not a tensor",
+                problem=f"block_mask.{name} is assigned {a_type(part)}, not a tensor",
                 advice="give int32 counts [B, H, rows] and indices [B, H, rows, columns], see BlockMask",
             )
         mask._storage = mask._storage.as_lists(**{name: plain_list(name, part)})

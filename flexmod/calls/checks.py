@@ -12,6 +12,7 @@ from flexmod import errors
 from flexmod.backends.options import USUAL, Layout
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, SMALLEST_TILE
+from flexmod.errors.base import a_type, counted
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import check_sizes, dtype_name, line_of_load, used_captures
 from flexmod.ir.offsets import LARGEST
@@ -33,15 +34,16 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
-            raise errors.NotATensor(name=name, type=type(tensor).__name__, layout=layout.shape)
+            raise errors.NotATensor(name=name, type=a_type(tensor), layout=layout.shape)
         if tensor.is_nested:
             raise errors.NestedTensorInput(name=name)
         if tensor.layout is not torch.strided:
             raise errors.NotStrided(name=name, layout=tensor.layout)
         if tensor.dim() != 4:
             raise errors.NotFourDimensional(
-                name=name, rank=tensor.dim(), shape=tuple(tensor.shape), layout=layout.shape
-            )
+                name=name, rank=counted(tensor.dim(), "dimension"), shape=tuple(tensor.shape),
+                layout=layout.shape,
+            )  # fmt: skip
         if not tensor.shape[3]:
             raise errors.EmptyHeadDim(name=name, shape=tuple(tensor.shape))
     for name in ("key", "value"):
@@ -60,9 +62,11 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
         raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
     of_query, of_key = query.shape[heads], key.shape[heads]
     if of_query % of_key if of_key else of_query:
-        raise errors.HeadRatioError(query=of_query, key=of_key, layout=_swapped(query, key, layout))
+        heads_of_query, swapped = counted(of_query, "head"), _swapped(query, key, layout)
+        raise errors.HeadRatioError(query=heads_of_query, key=of_key, layout=swapped)
     if of_query != of_key and not enable_gqa:
-        raise errors.HeadCountMismatch(query=of_query, key=of_key, layout=_swapped(query, key, layout))
+        heads_of_query, swapped = counted(of_query, "head"), _swapped(query, key, layout)
+        raise errors.HeadCountMismatch(query=heads_of_query, key=of_key, layout=swapped)
 
 
 def _swapped(query: Tensor, key: Tensor, layout: Layout) -> str:
@@ -153,8 +157,8 @@ def check_mask(mask: MaskSnapshot, query: Tensor, key: Tensor) -> None:
         if tuple(mask.seq_lengths) == (query.shape[1], key.shape[1]):
             swapped = SWAPPED
         raise errors.MaskLengthError(
-            mask_q=mask.seq_lengths[0], mask_kv=mask.seq_lengths[1], query=lengths[0], key=lengths[1],
-            call=_rebuild_call(mask, lengths), layout=swapped,
+            mask_q=mask.seq_lengths[0], mask_kv=mask.seq_lengths[1], query=counted(lengths[0], "position"),
+            key=lengths[1], call=_rebuild_call(mask, lengths), layout=swapped,
         )  # fmt: skip
     for dim, axis, index in ((0, "B", "b"), (1, "H", "h")):
         size = mask.storage.batch[dim]

@@ -29,6 +29,7 @@ from flexmod.backends.arguments import Forward
 from flexmod.backends.options import KernelOptions
 from flexmod.calls import checks
 from flexmod.codegen.spec import FLOAT8, SCALE_BLOCK
+from flexmod.errors.base import a_type, counted
 from flexmod.ir.composed import Derived
 from flexmod.ir.graph import dtype_name
 from flexmod.runtime import config, tensor_kinds
@@ -218,7 +219,7 @@ def _out_dtype(query: Tensor, asked: Any) -> torch.dtype:
 def _checked(scales: Any, tensors: dict[str, Tensor]) -> Scales:
     """Checks scales, and makes a scale of one element a 0-d tensor."""
     if not isinstance(scales, Scales):
-        raise errors.ScalesTypeError(name="scales", given=f"a {type(scales).__name__}")
+        raise errors.ScalesTypeError(name="scales", given=a_type(scales))
     return Scales(*(_checked_scale(name, scale, tensors[name]) for name, scale in scales._asdict().items()))
 
 
@@ -226,7 +227,7 @@ def _checked_scale(name: str, scale: Any, tensor: Tensor) -> Tensor | None:
     if scale is None:
         return None
     if not isinstance(scale, Tensor):
-        raise errors.ScalesTypeError(name=f"scales.{name}", given=f"a {type(scale).__name__}")
+        raise errors.ScalesTypeError(name=f"scales.{name}", given=a_type(scale))
     if not torch.compiler.is_compiling():
         tensor_kinds.check({f"scales.{name}": scale})
     if scale.dtype != torch.float32:
@@ -353,11 +354,12 @@ def _rotation(size: int, device: torch.device) -> Tensor:
 def _check(x: Any, dtype: object, by: object, rotate: bool) -> None:
     layout = "[batch, heads, length, head_dim]"
     if not isinstance(x, Tensor):
-        raise errors.NotATensor(name="x", type=type(x).__name__, layout=layout)
+        raise errors.NotATensor(name="x", type=a_type(x), layout=layout)
     if not torch.compiler.is_compiling():
         tensor_kinds.check({"x": x})
     if x.dim() != 4:
-        raise errors.NotFourDimensional(name="x", rank=x.dim(), shape=list(x.shape), layout=layout)
+        rank = counted(x.dim(), "dimension")
+        raise errors.NotFourDimensional(name="x", rank=rank, shape=list(x.shape), layout=layout)
     dim = int(x.shape[-1])
     if not dim:
         raise errors.EmptyHeadDim(name="x", shape=list(x.shape))

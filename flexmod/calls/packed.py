@@ -16,6 +16,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import ScoreFunction, flex_attention
 from flexmod.calls.checks import check_device
 from flexmod.errors import LibraryArgumentError
+from flexmod.errors.base import a_type
 from flexmod.masks.checks import MaskMod, check_kind, check_packing
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import ragged_dimension
@@ -95,7 +96,7 @@ def varlen_attention(
     starts = {"cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
-            raise errors.NotATensor(name=name, type=type(tensor).__name__, layout="[total, heads, head_dim]")
+            raise errors.NotATensor(name=name, type=a_type(tensor), layout="[total, heads, head_dim]")
         if tensor.is_nested or tensor.dim() != 3:
             shape = "nested" if tensor.is_nested else list(tensor.shape)
             raise errors.PackedShapeError(name=name, shape=shape)
@@ -184,7 +185,7 @@ def nested_attention(
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             layout = "[batch, heads, length, head_dim]"
-            raise errors.NotATensor(name=name, type=type(tensor).__name__, layout=layout)
+            raise errors.NotATensor(name=name, type=a_type(tensor), layout=layout)
         _check_nested(name, tensor)
         check_device("query", query, name, tensor.device)
     _check_lengths(query, key, value)
@@ -279,7 +280,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     check_kind("apply_sink", "lse", lse, (3,), fits, rule=rule, advice=of_call)
     heads = out.shape[1]
     if not isinstance(sink, Tensor) or not sink.is_floating_point() or sink.shape != (heads,):
-        given = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else f"a {type(sink).__name__}"
+        given = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else a_type(sink)
         raise LibraryArgumentError(
             function="apply_sink", name="sink", value=given,
             rule=f"a floating-point tensor of shape [{heads}], one number for each query head",

@@ -26,6 +26,7 @@ from flexmod.block_mask.storage import MaskSnapshot, is_captured
 from flexmod.calls import autograd, checks
 from flexmod.codegen.compiler import Lowered, lower
 from flexmod.codegen.spec import FLOAT8
+from flexmod.errors.base import a_type
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.fingerprint import Seen, find, fingerprint, remember, tensor_key
 from flexmod.ir.graph import Graph, check_sizes, used_captures
@@ -335,7 +336,7 @@ def _scale(scale: Any) -> float | None:
     if number is None and scale is not None:
         of_tensor = "multiply the score by it in a score_mod, which reads it at each call: score * scale"
         raise errors.ScaleError(
-            type=type(scale).__name__,
+            type=a_type(scale),
             advice=of_tensor if isinstance(scale, Tensor) else "give a number, or None for 1/sqrt(head_dim)",
         )
     if number is not None and not abs(number) <= LARGEST_SCALE:

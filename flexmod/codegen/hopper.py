@@ -13,6 +13,7 @@ import torch
 from flexmod.codegen import cache, render
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
 from flexmod.codegen.spec import FLOAT8, Direction, KernelSpec, Limits
+from flexmod.errors.base import counted
 from flexmod.ir.graph import dtype_name
 from flexmod.ir.ops import HALF
 
@@ -52,7 +53,7 @@ class ForwardShape:
         }
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n} ({self.consumers} consumers)"
+        return f"{self.block_m}x{self.block_n} ({counted(self.consumers, 'consumer')})"
 
 
 @dataclass(frozen=True)

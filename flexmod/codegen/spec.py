@@ -19,6 +19,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 
 from flexmod.errors import BlockSizeError, OptionValueError
+from flexmod.errors.base import counted
 from flexmod.ir.exponents import is_small
 from flexmod.ir.ops import HALF
 
@@ -140,7 +141,8 @@ class Tile:
         return {**sides, "num_warps": self.warps, "num_stages": self.stages}
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n} ({self.warps} warps, {self.stages} stages)"
+        programs = f"{counted(self.warps, 'warp')}, {counted(self.stages, 'stage')}"
+        return f"{self.block_m}x{self.block_n} ({programs})"
 
 
 # Under a fixed maximum: log2 of the smallest weight in a row's first tile, and of the largest in any tile.
@@ -383,7 +385,7 @@ class Verdict(NamedTuple):
     """Why it cannot run: an error, or a class of errors; None if it can."""
 
     def __str__(self) -> str:
-        return ", ".join([f"a thread spills {self.spills} registers", *self.losses])
+        return ", ".join([f"a thread spills {counted(self.spills, 'register')}", *self.losses])
 
 
 class Limits(NamedTuple):

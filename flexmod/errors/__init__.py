@@ -15,7 +15,8 @@ from flexmod.errors.calls import *
 from flexmod.errors.kernels import *
 from flexmod.errors.mods import *
 
-_classes = {name: x for name, x in globals().items() if getattr(x, "__module__", "").startswith(__name__)}
+_types = {name: x for name, x in globals().items() if isinstance(x, type)}
+_classes = {name: x for name, x in _types.items() if x.__module__.startswith(__name__)}
 globals()["__all__"] = [*_classes]  # type checkers take the names of the star imports
 for _class in _classes.values():  # a traceback shows the name that users import
     _class.__module__ = __name__

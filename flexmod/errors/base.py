@@ -33,6 +33,18 @@ class Where:
         return text if len(text) <= 120 else text[:117] + "..."
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun: "1 head", "2 heads", "2 queries"."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def a_type(value: object) -> str:
+    """Returns the name of a value's type with its article: "an int", "a str"."""
+    name = type(value).__name__
+    return f"{'an' if name.startswith(tuple('aeioAEIO')) else 'a'} {name}"
+
+
 class _Noticed(threading.local):
     made: list[FlexmodError] | None = None  # errors with a user's line, while this thread traces a mod
 

@@ -6,11 +6,11 @@ of a mask's construction, indexing, combination and pictures, and of its fit to 
 
 from __future__ import annotations
 
-from flexmod.errors.base import FlexmodError
+from flexmod.errors.base import FlexmodError, a_type, counted
 
 
 class NotFourDimensional(FlexmodError, ValueError, NotImplementedError):
-    what = "{name} has {rank} dimensions, shape {shape}; attention takes {layout}."
+    what = "{name} has {rank}, shape {shape}; attention takes {layout}."
     instead = "add the missing dimensions, e.g. {name}.unsqueeze(0), or merge the extra ones."
 
 
@@ -22,7 +22,7 @@ class LayoutError(FlexmodError, ValueError):
 
 
 class NotATensor(FlexmodError, TypeError):
-    what = "{name} is a {type}, not a torch.Tensor."
+    what = "{name} is {type}, not a torch.Tensor."
     instead = "pass a tensor of shape {layout}."
 
 
@@ -51,7 +51,7 @@ class FakeTensorError(FlexmodError, TypeError):
 
 
 class FreedStorageError(FlexmodError, RuntimeError):
-    what = "{name} needs {needed} bytes, but its storage has {present}: it was freed or shrunk, as FSDP does with a module's parameters after its forward."
+    what = "{name} needs {bytes}, but its storage has {present}: it was freed or shrunk, as FSDP does with a module's parameters after its forward."
     instead = "allocate it again before the call, e.g. module.unshard(), or {name}.untyped_storage().resize_({needed}) and write to it."
 
 
@@ -61,7 +61,7 @@ class OperationTensorError(FlexmodError, ValueError):
 
 
 class ScaleError(FlexmodError, TypeError):
-    what = "scale is a {type}; it is a number, fixed at the call, without a gradient."
+    what = "scale is {type}; it is a number, fixed at the call, without a gradient."
 
 
 class ScaleValueError(FlexmodError, ValueError):
@@ -187,7 +187,7 @@ class BatchMismatch(FlexmodError, ValueError):
 
 
 class KeyValueHeadsMismatch(FlexmodError, ValueError):
-    what = "key has {key} heads but value has {value}."
+    what = "key has {key} but value has {value}."
 
     @classmethod
     def of(cls, query: int, key: int, value: int, heads: int, named: str) -> KeyValueHeadsMismatch:
@@ -202,16 +202,16 @@ class KeyValueHeadsMismatch(FlexmodError, ValueError):
                 f"put the {value // key} value heads of each key head side by side, {moved}.flatten(3): the "
                 "output has theirs side by side too"
             )
-        return cls(key=key, value=value, advice=advice)
+        return cls(key=counted(key, "head"), value=value, advice=advice)
 
 
 class HeadCountMismatch(FlexmodError, ValueError):
-    what = "query has {query} heads but key and value have {key}."
+    what = "query has {query} but key and value have {key}."
     instead = "pass enable_gqa=True if groups of query heads share a key head{layout}."
 
 
 class HeadRatioError(FlexmodError, ValueError):
-    what = "query has {query} heads, which is no multiple of key's {key}."
+    what = "query has {query}, which is no multiple of key's {key}."
     instead = "make query's head count a multiple of key's (any ratio will do){layout}."
 
 
@@ -301,7 +301,7 @@ class TransformersModelError(FlexmodError, NotImplementedError):
 
 
 class NotABlockMask(FlexmodError, TypeError):
-    what = "block_mask is a {type}, not a BlockMask."
+    what = "block_mask is {type}, not a BlockMask."
 
     @classmethod
     def of(cls, value: object) -> NotABlockMask:
@@ -316,7 +316,7 @@ class NotABlockMask(FlexmodError, TypeError):
             elif "float" in dtype:
                 mod = f"lambda score, b, h, q_idx, kv_idx: score + dense[{positions}]"
                 advice = f"give scores that are added as score_mod={mod}, where dense is {tensor}"
-        return cls(type=type(value).__name__, advice=advice)
+        return cls(type=a_type(value), advice=advice)
 
 
 class MaskBroadcastError(FlexmodError, ValueError):
@@ -325,7 +325,7 @@ class MaskBroadcastError(FlexmodError, ValueError):
 
 
 class MaskLengthError(FlexmodError, ValueError):
-    what = "block_mask was made for Q_LEN={mask_q} and KV_LEN={mask_kv}, but query has {query} positions and key {key}."
+    what = "block_mask was made for Q_LEN={mask_q} and KV_LEN={mask_kv}, but query has {query} and key {key}."
     instead = "{call}{layout}"
 
 

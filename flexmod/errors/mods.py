@@ -8,16 +8,16 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 
-from flexmod.errors.base import FlexmodError, Where
+from flexmod.errors.base import FlexmodError, Where, counted
 
 
 class ModArityError(FlexmodError, TypeError, AssertionError):
-    what = "{mod} takes {count} positional arguments without defaults; a score_mod takes 5 (score, b, h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx)."
+    what = "{mod} takes {count} without defaults; a score_mod takes 5 (score, b, h, q_idx, kv_idx) and a mask_mod 4 (b, h, q_idx, kv_idx)."
     instead = "write {expected}."
 
 
 class NotCallable(FlexmodError, TypeError, RuntimeError):
-    what = "{mod} is a {type}, which cannot be called."
+    what = "{mod} is {type}, which cannot be called."
     instead = "pass a function of scalars, e.g. {expected}."
 
 
@@ -89,7 +89,7 @@ class OperationArgumentError(FlexmodError, TypeError):
 
 
 class ForeignCaptureError(FlexmodError, TypeError):
-    what = "{name} is a {type}: only a tensor can be indexed with a traced value."
+    what = "{name} is {type}: only a tensor can be indexed with a traced value."
 
 
 class IndexDtypeError(FlexmodError, TypeError):
@@ -103,7 +103,7 @@ class CaptureIndexError(FlexmodError, IndexError):
 
 
 class CaptureBoundsError(FlexmodError, IndexError):
-    what = "{name}, of shape {shape}, captured by {mod}, is indexed with {index} in dimension {dim}, which has {size} elements."
+    what = "{name}, of shape {shape}, captured by {mod}, is indexed with {index} in dimension {dim}, which has {elements}."
     instead = "use an index from -{size} to {last}, e.g. index.clamp(0, {last}): what a mask rules out counts too."
 
     @classmethod
@@ -113,7 +113,7 @@ class CaptureBoundsError(FlexmodError, IndexError):
         """Builds the error for an index into dimension `dim` of a tensor with this shape."""
         size = shape[dim]
         facts = {"name": name, "mod": mod, "shape": tuple(shape), "dim": dim, "index": index, "size": size}
-        return cls(where=where, last=size - 1, **facts)
+        return cls(where=where, last=size - 1, elements=counted(size, "element"), **facts)
 
 
 class ModDtypeError(FlexmodError, TypeError):
@@ -141,7 +141,7 @@ class NotPicklableError(FlexmodError, pickle.PicklingError, TypeError):
 
 
 class CallSizeError(FlexmodError, ValueError):
-    what = "{owner} is made for {size} {unit} (its {argument}), but {place} has {given}."
+    what = "{owner} is made for {size} (its {argument}), but {place} has {given}."
 
     @classmethod
     def of(
@@ -150,17 +150,17 @@ class CallSizeError(FlexmodError, ValueError):
         """Builds the error for a mod with `size` entries along an axis, in a call or a mask with `given`
         entries from `start` on.
         """
-        units = {"b": "batch entries", "h": "heads", "q_idx": "queries", "kv_idx": "keys"}
+        units = {"b": "batch entry", "h": "head", "q_idx": "query", "kv_idx": "key"}
         extents = {"b": "B", "h": "H", "q_idx": "Q_LEN", "kv_idx": "KV_LEN"}
         names = ["score"] * (kind == "score") + [*units]
         part = ", ".join(f"{name} + first" if name == axis else name for name in names)
-        advice = [f"give it {start + given} {units[axis]}"]
+        advice = [f"give it {counted(start + given, units[axis])}"]
         if place != "the call" and start < size:
             advice.append(f"build {place} with {extents[axis]}={size - start}")
         if given < size and not start:
             advice.append(f"say which they are, lambda {', '.join(names)}: {kind}_mod({part})")
         return cls(
-            owner=owner, argument=argument, size=size, unit=units[axis], place=place,
+            owner=owner, argument=argument, size=counted(size, units[axis]), place=place,
             given=f"{given}, from position {start} on" if start else given,
             advice=", or ".join(advice),
         )  # fmt: skip

@@ -25,6 +25,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import flex_attention
 from flexmod.calls.packed import apply_sink
 from flexmod.errors import TransformersArgumentError, TransformersModelError
+from flexmod.errors.base import a_type
 from flexmod.runtime import private_torch
 
 # Up to so many queries, as when decoding, the whole mask is evaluated; beyond, it is traced and bounded.
@@ -270,7 +271,7 @@ def _refuse(module: nn.Module, given: Mapping[str, Any]) -> None:
         value = given.get(name)
         if value is None or isinstance(value, (bool, int, float)) and not value:
             continue
-        shown = value if isinstance(value, (bool, int, float)) else f"a {type(value).__name__}"
+        shown = value if isinstance(value, (bool, int, float)) else a_type(value)
         raise TransformersArgumentError(
             name=name, value=shown, advice=advice or _without_dropout(module, value)
         )

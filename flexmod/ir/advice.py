@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from flexmod.errors import ForeignCaptureError, Where
+from flexmod.errors.base import a_type
 from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.source import place_of, user_frame
@@ -317,7 +318,7 @@ def _is_numpys(value: object) -> bool:
 
 
 def _kind(value: object) -> str:
-    return "numpy array" if _is_numpys(value) else type(value).__name__
+    return "a numpy array" if _is_numpys(value) else a_type(value)
 
 
 def _as_tensor(name: str, value: Any) -> str:

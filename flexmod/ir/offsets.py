@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flexmod import errors
+from flexmod.errors.base import a_type
 from flexmod.ir.composed import Derived, Movable
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import as_int, expect_size
@@ -287,7 +288,7 @@ def _checked(
 def _number(name: str, given: Any) -> int:
     number = as_int(given)
     if number is None:
-        raise errors.OffsetTypeError(name=name, value=f"a {type(given).__name__}")
+        raise errors.OffsetTypeError(name=name, value=a_type(given))
     check_range(name, number, LARGEST)
     return number
 

@@ -15,6 +15,7 @@ import torch
 
 from flexmod import errors
 from flexmod.errors import Where
+from flexmod.errors.base import a_type
 from flexmod.ir import advice
 from flexmod.ir.formulas import BINARY
 from flexmod.ir.graph import (
@@ -322,7 +323,7 @@ class Tracer:
         number = plain_number(value)
         if number is None:
             raise errors.OperationArgumentError(
-                operation=operation, problem=f"a {type(value).__name__}", where=self.where(),
+                operation=operation, problem=a_type(value), where=self.where(),
                 advice=advice.of_operand(value),
             )  # fmt: skip
         # the conversion of an unknown class may have read a tensor

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
 from flexmod.errors import ConstantError, ForgottenGraphError, GraphNumberError
+from flexmod.errors.base import a_type
 from flexmod.ir import advice
 from flexmod.ir.evaluate import on_device
 from flexmod.ir.formulas import FUNCTIONS, draws, writes
@@ -349,8 +350,8 @@ class Recorded:
             if capture != found:
                 raise errors.OperationTensorError(
                     operation="attention", name=capture.name,
-                    found=f"{found.dtype} of {found.rank} dimensions",
-                    expected=f"{capture.dtype} of {capture.rank}",
+                    found=f"{found.dtype} of rank {found.rank}",
+                    expected=f"{capture.dtype} of rank {capture.rank}",
                 )  # fmt: skip
         return Traced(graph, tuple(self.captured)), tuple(range(len(self.captured)))
 
@@ -419,7 +420,7 @@ def _plain(value: Any) -> Any:
     for name, (kinds, stored, _) in STORED.items():
         if type(value) in kinds:
             return {name: stored(value)}
-    raise ConstantError(problem=f"a {type(value).__name__}")
+    raise ConstantError(problem=a_type(value))
 
 
 def _value(plain: Any) -> Any:

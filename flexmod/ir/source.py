@@ -19,6 +19,7 @@ import torch
 
 from flexmod import errors
 from flexmod.errors import Where
+from flexmod.errors.base import a_type, counted
 from flexmod.ir.graph import ARGUMENTS, POSITIONS
 from flexmod.runtime.private_torch import members_of_module
 
@@ -103,7 +104,8 @@ def mod_kind(mod: Callable[..., Any]) -> str:
         if count == len(ARGUMENTS[kind]):
             return kind
     raise errors.ModArityError(
-        mod=mod_name(mod), count=count, expected=f"{EXAMPLES['mask']}, or {EXAMPLES['score']}"
+        mod=mod_name(mod), count=counted(count, "positional argument"),
+        expected=f"{EXAMPLES['mask']}, or {EXAMPLES['score']}"
     )
 
 
@@ -118,7 +120,8 @@ def check_arity(mod: Callable[..., Any], kind: str) -> None:
             expected += f", to flexmod.compile as mask_mod={name}"
         elif kind == "mask" and count == len(ARGUMENTS["score"]):
             expected += f", or give the score_mod as score_mod={name} to flex_attention or flexmod.compile"
-        raise errors.ModArityError(mod=f"{kind}_mod {name}", count=count, expected=expected)
+        given = counted(count, "positional argument")
+        raise errors.ModArityError(mod=f"{kind}_mod {name}", count=given, expected=expected)
 
 
 def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:
@@ -127,7 +130,7 @@ def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:
             expected = _of_tensor(what, mod)
         elif type(mod).__name__ == "BlockMask":
             expected += ", and the BlockMask as block_mask=block_mask"
-        raise errors.NotCallable(mod=what, type=type(mod).__name__, expected=expected)
+        raise errors.NotCallable(mod=what, type=a_type(mod), expected=expected)
     check_made(mod)
     try:
         return positional_count(mod)

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
+from flexmod.errors.base import counted
 from flexmod.ir import advice, vectors
 from flexmod.ir.formulas import BINARY, CASTS, COMPOSED, FILLS, METADATA, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, category, promote, strong
@@ -124,16 +125,12 @@ def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[st
     if name in ("min", "max") and (len(operands) == 1 or isinstance(operands[1], int)):
         raise errors.ReductionError(operation=f"torch.{name}", where=user_line())
     if len(operands) != arity or any(v is not None for v in options.values()):
-        problem = f"the argument {min(options)!r}" if options else _operand_count(len(operands))
+        problem = f"the argument {min(options)!r}" if options else counted(len(operands), "operand")
         raise errors.OperationArgumentError(
             operation=f"torch.{name}", problem=problem, where=user_line(),
-            advice=f"give it {_operand_count(arity, 'scalar ')} and nothing else.",
+            advice=f"give it {counted(arity, 'scalar operand')} and nothing else.",
         )  # fmt: skip
     return tracer.apply(name, operands)
-
-
-def _operand_count(count: int, kind: str = "") -> str:
-    return f"{count} {kind}operand{'s' if count != 1 else ''}"
 
 
 def _times(tracer: Tracer, name: str, operands: tuple[Any, ...], alpha: Any) -> tuple[Any, ...]:

@@ -20,13 +20,14 @@ import torch
 
 from flexmod import errors
 from flexmod.errors import Where
-from flexmod.errors.base import not_swallowed
+from flexmod.errors.base import a_type, not_swallowed
 from flexmod.ir import advice
 from flexmod.ir.graph import ARGUMENTS, Graph, Node, dtype_name, flowing
 from flexmod.ir.ops import CAST
 from flexmod.ir.proxy import Proxy, TracedValue, Tracer, plain_number
 from flexmod.ir.source import check_arity, is_users, leads_to_mods, line_of, mod_name, reached, user_line
 from flexmod.ir.torch_calls import Watch, WatchOperations
+from flexmod.ir.vectors import Vector
 from flexmod.runtime.private_torch import enable_torch_function
 
 NUMPY_RANDOM = "numpy.random", 0
@@ -136,7 +137,7 @@ def _result(tracer: Tracer, value: Any, kind: str) -> Node:
     mod = f"{kind}_mod {mod_name(tracer.mod)}" if tracer.mod else f"{kind}_mod"
     if not isinstance(value, (TracedValue, torch.Tensor)) and plain_number(value) is None:
         raise errors.NoResultError(
-            mod=mod, result="None" if value is None else f"a {type(value).__name__}",
+            mod=mod, result="None" if value is None else a_type(value),
             expected="one bool" if kind == "mask" else "the changed score",
             where=line_of(tracer.mod),
         )  # fmt: skip

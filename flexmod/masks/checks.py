@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
+from flexmod.errors.base import a_type, counted
 from flexmod.ir.graph import as_int
 from flexmod.ir.proxy import plain_number
 from flexmod.runtime import config, tensor_kinds
@@ -74,7 +75,7 @@ def check_kind(
     """Returns `value` if it is a tensor of one of these ranks and `fits` is true."""
     if isinstance(value, Tensor) and value.dim() in ranks and fits:
         return value
-    given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    given = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else a_type(value)
     raise LibraryArgumentError(function=function, name=name, value=given, rule=rule, advice=advice)
 
 
@@ -94,7 +95,7 @@ def check_packing(
     check_starts(function, kv_name, keys, kv_total)
     if queries.shape != keys.shape:
         raise LibraryArgumentError(
-            function=function, name=kv_name, value=f"for {len(keys) - 1} sequences",
+            function=function, name=kv_name, value=f"for {counted(len(keys) - 1, 'sequence')}",
             rule=f"for {len(queries) - 1}, as {name} is",
             advice="give each sequence its keys; one without keys begins where the next one begins",
         )  # fmt: skip

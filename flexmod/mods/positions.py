@@ -227,7 +227,7 @@ def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128)
     if count < 2 or (bidirectional and table.shape[0] % 2) or max_distance <= count // 2:
         raise LibraryArgumentError(
             function="t5_bias", name="table",
-            value=f"of {table.shape[0]} buckets for {max_distance} positions",
+            value=f"of shape {list(table.shape)}, with max_distance={max_distance}",
             rule="of 2 buckets or more for each direction, half of them fewer than max_distance",
             advice="write t5_bias(table) with 32 buckets, or give a larger max_distance",
         )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
+from flexmod.errors.base import a_type
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.formulas import tanh_approximate
 from flexmod.ir.graph import expect_size, look_up
@@ -46,7 +47,7 @@ def chain(*score_mods: Callable[..., Any]) -> ScoreMod:
     for score_mod in score_mods:
         if not callable(score_mod):
             raise LibraryArgumentError(
-                function="chain", name="a mod", value=f"a {type(score_mod).__name__}",
+                function="chain", name="a mod", value=a_type(score_mod),
                 rule="a function (score, b, h, q_idx, kv_idx) -> score",
                 advice="write e.g. chain(mods.alibi(8), mods.softcap(50.0))",
             )  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import Chosen, Limits, Verdict, choose, option
 from flexmod.errors import MisaddressedProductsError, NoTileFits, RoundedProductsError
+from flexmod.errors.base import counted
 from flexmod.runtime import compiler_bugs, config, direct
 from flexmod.runtime.compiler_bugs import WrongProducts
 from flexmod.runtime.direct import Direct
@@ -142,7 +143,8 @@ def _best(kernels: Made, kernel: str, chosen: Chosen[Any], device: torch.device)
     if found is None and not kernels.limits.gives_way:
         raise _refused(chosen, device)
     if found is None and chosen.runnable:
-        found = f"a thread spills {min(of.spills for of in chosen.runnable.values())} registers at least"
+        fewest = min(of.spills for of in chosen.runnable.values())
+        found = f"a thread spills {counted(fewest, 'register')} at least"
     elif found is None:
         refused = "; ".join(f"{rung}: {refusal_in_words(why)}" for rung, why in chosen.refusals.items())
         found = f"no shape of it compiles: {refused}"

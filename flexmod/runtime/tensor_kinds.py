@@ -27,6 +27,7 @@ from flexmod.errors import (
     TensorKindError,
     VmapError,
 )
+from flexmod.errors.base import counted
 from flexmod.runtime import private_torch as internals
 from flexmod.runtime.private_torch import NO_OVERRIDE, is_wrapped
 from flexmod.runtime.private_torch import dispatch_key_bits as _bits
@@ -273,7 +274,10 @@ def check_storage(name: str, tensor: Tensor) -> None:
     """Raises FreedStorageError if the storage is too small for the tensor's elements."""
     if _is_freed(tensor):
         present = tensor.untyped_storage().nbytes()
-        raise FreedStorageError(name=name, needed=_bytes_needed(tensor), present=present)
+        needed = _bytes_needed(tensor)
+        raise FreedStorageError(
+            name=name, needed=needed, bytes=counted(needed, "byte"), present=present
+        )  # fmt: skip
 
 
 def ends_the_process(tensor: Tensor) -> bool:

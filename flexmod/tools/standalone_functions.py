@@ -43,8 +43,8 @@ def listed(partial, full):
 def check_captured(name, tensor, dtype, *least):
     """Refuses a captured tensor that the kernels would read wrongly. `least` has the sizes that they read."""
     if tensor.dtype != dtype or tensor.dim() != len(least):
-        given = f"{tensor.dtype} of {tensor.dim()} dimensions"
-        raise ValueError(f"{name} is {given}; the kernels read {dtype} of {len(least)}")
+        given = f"{tensor.dtype} of rank {tensor.dim()}"
+        raise ValueError(f"{name} is {given}; the kernels read {dtype} of rank {len(least)}")
     if any(size < most for size, most in zip(tensor.shape, least, strict=True)):
         raise ValueError(f"{name} has the shape {list(tensor.shape)}, but the kernels read {list(least)}")
 

@@ -96,7 +96,7 @@ def test_a_call(heads: int, served: list[str], monkeypatch: pytest.MonkeyPatch) 
 
 def test_explain_and_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = explain(mods.softcap(5.0), masks.causal())
-    assert shown.templates[0].startswith("forward template: toy on sm_80, 16x16 (1 warps, 1 stages) first; h")
+    assert shown.templates[0].startswith("forward template: toy on sm_80, 16x16 (1 warp, 1 stage) first; h")
     assert "toy forward" in shown.plan and "def forward_kernel" in shown.sources["toy forward"]
     assert kernel_options.family_names() == tuple(family.name for family in families.families())
     doctor = importlib.import_module("flexmod.tools.cli.doctor")
@@ -126,7 +126,7 @@ def test_tune_and_ahead(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting(1, 1, 32, 16, torch.float32, CPU)
     found = tune(Mods(), setting, options={"BACKEND": "INTERPRET"}, seconds=4)
     assert [str(trial.choice) for trial in found.trials["forward"]][1:3] == [
-        "forward 16x16 (1 warps, 1 stages)", "forward 16x32 (1 warps, 1 stages)",
+        "forward 16x16 (1 warp, 1 stage)", "forward 16x32 (1 warp, 1 stage)",
     ]  # fmt: skip
     first, *others = ahead.jobs(variant(None, masks.causal(), head_dim=16), "sm_80")
     assert (first.template, {job.template for job in others}) == ("toy", {"portable"})

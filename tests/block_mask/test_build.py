@@ -172,7 +172,7 @@ def test_refused_mods():
         "cpu",
     )
     assert refusal(errors.NotCallable, and_masks, masks.causal(), 3) == (
-        "mask_mod is a int, which cannot be called.\n"
+        "mask_mod is an int, which cannot be called.\n"
         "  Instead: pass a function of scalars, e.g. def mask_mod(b, h, q_idx, kv_idx): "
         "return q_idx >= kv_idx."
     )

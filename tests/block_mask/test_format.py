@@ -317,7 +317,7 @@ def test_lengths_that_do_not_fit():
 
     assert make((300, 200)).shape == (1, 1, 300, 200)
     assert refusal(errors.BlockMaskPartsError, lambda: make((400, 256))) == (
-        "3 rows of tiles are listed, but Q_LEN=400 has 4 with BLOCK_SIZE (128, 128).\n"
+        "tiles of 3 rows are listed, but Q_LEN=400 has 4 with BLOCK_SIZE (128, 128).\n"
         "  Instead: give the seq_lengths that the lists were made for."
     )
     refusal(errors.LengthError, lambda: make((300, 0)))
@@ -325,7 +325,7 @@ def test_lengths_that_do_not_fit():
     mask.seq_lengths = (257, 1)
     assert mask.shape == (1, 1, 257, 1)
     with pytest.raises(
-        errors.BlockMaskPartsError, match="2 columns of tiles are listed, but KV_LEN=300 has 3"
+        errors.BlockMaskPartsError, match="tiles of 2 columns are listed, but KV_LEN=300 has 3"
     ):
         mask.seq_lengths = (300, 300)
 
@@ -343,9 +343,9 @@ def test_parts_on_two_devices():
 @pytest.mark.parametrize(
     ("index", "problem", "advice"),
     [
-        (3, "there are 3 batches", "use numbers from -3 to 2"),
-        ((0, [0, -5]), "there are 4 heads", "use numbers from -4 to 3"),
-        ((0, 0, slice(5, 5)), "it chooses none of the 5 rows of tiles", "choose at least one"),
+        (3, "the number of batches is 3", "use numbers from -3 to 2"),
+        ((0, [0, -5]), "the number of heads is 4", "use numbers from -4 to 3"),
+        ((0, 0, slice(5, 5)), "it chooses none of the rows of tiles", "choose at least one"),
         ((0, 0, 0, 0), "too many indices", "give at most three, mask[b, h, q]"),
         (
             ([0], [1]),
@@ -354,7 +354,7 @@ def test_parts_on_two_devices():
         ),
         (None, "NoneType is no index", "use ints, slices, or one list or tensor of ints"),
         (True, "bool is no index", "use ints, slices, or one list or tensor of ints"),
-        ([True, False], "2 bools for 3 batches", "give one bool for each"),
+        ([True, False], "the list has 2 bools, but the number of batches is 3", "give one bool for each"),
         ([0.5], "a list has one dimension of ints or bools, not 1 of torch.float32", "flatten it"),
         ([[0], [1, 2]], "it is no list of numbers", "use one list of ints"),
         (["a"], "it is no list of numbers", "use one list of ints"),

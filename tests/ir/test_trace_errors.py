@@ -1192,16 +1192,6 @@ def a_whole_tensor(b, h, q, k):
 
 
 @row(
-    errors.ModDtypeError,
-    "nested has dtype float32, nested, which a mod cannot use; it takes strided bool, integer and "
-    "floating-point tensors.",
-    "convert it before the call.",
-)
-def a_whole_nested_tensor(b, h, q, k):
-    return q + nested > k  # <-
-
-
-@row(
     errors.NotScalarError,
     "eq was given table, of shape (8,), where a scalar is needed: a mod works on one (query, key) pair.",
     "index it down to one element, e.g. table[..., kv_idx].",
@@ -1437,6 +1427,16 @@ def a_complex_capture(s, b, h, q, k):
 
 @row(
     errors.ModDtypeError,
+    "nested has dtype float32, nested, which a mod cannot use; it takes strided bool, integer and "
+    "floating-point tensors.",
+    "convert it before the call.",
+)
+def a_whole_nested_tensor(b, h, q, k):
+    return q + nested > k  # <-
+
+
+@row(
+    errors.ModDtypeError,
     "sparse has dtype float32, torch.sparse_coo, which a mod cannot use; "
     "it takes strided bool, integer and floating-point tensors.",
     "convert it before the call.",
@@ -1550,7 +1550,7 @@ def a_mask(b, h, q, k):
 ROWS["not a function"] = Row(
     3,  # type: ignore[arg-type]
     errors.NotCallable,
-    "mask_mod is a int, which cannot be called.",
+    "mask_mod is an int, which cannot be called.",
     "pass a function of scalars, e.g. def mask_mod(b, h, q_idx, kv_idx): return q_idx >= kv_idx.",
     line=False,
 )

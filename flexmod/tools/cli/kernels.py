@@ -16,7 +16,7 @@ from flexmod.backends.options import PORTABLE, family_names
 from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.codegen.spec import Direction
 from flexmod.codegen.variant import variant
-from flexmod.errors.base import NoSourceError
+from flexmod.errors.base import NoSourceError, counted
 from flexmod.ir.graph import dtype_name
 from flexmod.runtime import config
 from flexmod.runtime.target import MEASURED, NAMES, OLDEST
@@ -98,7 +98,7 @@ def source(
             if new:
                 output.unlink(missing_ok=True)
             raise
-        click.echo(f"{output}: {len(text.splitlines())} lines")
+        click.echo(f"{output}: {counted(len(text.splitlines()), 'line')}")
         if standalone:
             hint(f"python {quote(str(output))} on a GPU, or TRITON_INTERPRET=1 python {quote(str(output))}")
     return 0
@@ -200,7 +200,8 @@ def warm(
             fits &= built.fits
     show(table(FILLED, rows, words=(0, 2, 3, 4, 5, 6)))
     count = sum(1 for path in (folder / COMPILED).iterdir() if any(path.glob("*.json")))
-    click.echo(f"\n{folder}: {count} compiled kernels. To use them: {config.CACHE_DIR}={quote(str(folder))}")
+    found = counted(count, "compiled kernel")
+    click.echo(f"\n{folder}: {found}. To use them: {config.CACHE_DIR}={quote(str(folder))}")
     return 0 if fits else 1
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.parts import length_pair
 from flexmod.block_mask.tiles import tile_count
+from flexmod.errors.base import counted
 from flexmod.tools import terminal
 from flexmod.tools.bench import bench as bench_mods
 from flexmod.tools.bench import count
@@ -62,7 +63,7 @@ def show(
     block_mask = create_block_mask(
         choose_mask(mask, setting), batch, heads, queries, keys, device="cpu", BLOCK_SIZE=block
     )
-    lengths = f"{queries} queries x {keys} keys"
+    lengths = f"{counted(queries, 'query')} x {counted(keys, 'key')}"
     title = f"{mask}, {lengths}, tiles of {block} x {block}: {block_mask.sparsity():.2f}% are skipped\n"
     terminal.show(title, *terminal.picture(block_mask, size, in_color(color)), color=color)
     if plot and plot.lower().endswith(".svg"):
