@@ -109,6 +109,29 @@ def test_a_half_gradient_is_summed_in_float32(double: bool) -> None:
     assert float(table.grad) == pytest.approx(1501 * (2 if double else 1), rel=1e-3)
 
 
+@pytest.mark.parametrize("options", [None, {"BACKEND": "INTERPRET"}], ids=["cpu", "interpret"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_terms_of_half_expressions_are_summed_in_float32(dtype: torch.dtype, options: Any) -> None:
+    of_row, base = (random(ROWS, seed=n).abs().add(0.5).to(dtype).requires_grad_() for n in range(2))
+    exponent = random(COLUMNS, dtype=torch.float32, seed=2).requires_grad_()
+
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + of_row[q_idx] ** 3 + base[q_idx] ** exponent[kv_idx]
+
+    def gradients_of(out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((out * out).sum(), (of_row, exponent))
+
+    q, k, v = small_case(torch.float32)
+    found = gradients_of(flex_attention(q, k, v, mod, enable_gqa=True, kernel_options=options))
+    bias = of_row.double()[:, None] ** 3 + base.double()[:, None] ** exponent.double()
+    k, v = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    weights = torch.softmax(q.double() @ k.mT / 3**0.5 + bias, -1)
+    wanted = gradients_of(weights @ v)
+    # the same number for a whole row changes no weight
+    assert found[0].abs().max() < 1e-5
+    assert (found[1] - wanted[1]).abs().max() < 1e-5 * wanted[1].abs().max()
+
+
 @pytest.mark.parametrize("layout", ["expanded", "transposed", "strided"])
 def test_captures_of_any_strides(layout: str) -> None:
     leaf = random(ROWS, COLUMNS).requires_grad_()

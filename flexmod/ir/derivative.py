@@ -100,7 +100,10 @@ def _backward(tracer: Tracer, node: Node, grads: dict[Node, Proxy], active: set[
         if part is None or argument not in active or not strong(argument.dtype).is_floating_point:
             continue
         if argument.op != "load":
-            part = tracer.cast(part, strong(argument.dtype))
+            dtype = strong(argument.dtype)
+            if home_of(argument) != "element":  # torch, too, sums the terms before it rounds them
+                dtype = torch.promote_types(dtype, torch.float32)
+            part = tracer.cast(part, dtype)
         grads[argument] = tracer.apply("add", (grads[argument], part)) if argument in grads else part
 
 

@@ -222,7 +222,8 @@ def _square_root_inverse(g: Any, y: Any, x: Any) -> tuple[Any]:
 
 def _pow_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple[Any, Any]:
     by_base = torch.where(n == 0.0, 0.0, g * n * torch.pow(x, n - 1.0))
-    by_exponent = torch.where((x == 0.0) & (n >= 0.0), 0.0, g * y * torch.log(x))
+    wide = torch.promote_types(y.dtype, torch.float32)  # the logarithm in a half type is too coarse
+    by_exponent = torch.where((x == 0.0) & (n >= 0.0), 0.0, g * y * torch.log(x.to(wide)))
     return by_base, by_exponent
 
 
