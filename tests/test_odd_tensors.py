@@ -509,7 +509,28 @@ def test_fake_tensors(form: str, options: Any) -> None:
     assert [x.stride() for x in fake[:2]] == [x.stride() for x in real[:2]]
 
 
-@pytest.mark.parametrize("form", ["eager", "handle"])
+def test_a_fake_learned_tensor_in_the_reference() -> None:
+    with FakeTensorMode() as mode:
+        parts = {name: mode.from_tensor(x) for name, x in given().items()}
+        leaves = [parts[name].requires_grad_() for name in ("query", "key", "value", "bias")]
+        *of_call, bias = leaves
+        mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, "cpu")
+        out = flex_attention(
+            *of_call, lambda s, b, h, q, k: s + bias[k], mask, kernel_options={"BACKEND": "REFERENCE"}
+        )
+        found = torch.autograd.grad(out.sum(), leaves)
+    assert [x.shape for x in found] == [x.shape for x in leaves]
+
+
+def test_symbolic_sizes_in_the_reference() -> None:
+    def attend(q: Tensor) -> Any:
+        return flex_attention(q, q, q, lambda s, b, h, i, j: s * 2, kernel_options={"BACKEND": "REFERENCE"})
+
+    query = given()["query"]
+    assert torch.equal(make_fx(attend, tracing_mode="symbolic")(query)(query), attend(query))
+
+
+@pytest.mark.parametrize("form", ["eager", "reference", "handle"])
 def test_meta_tensors(form: str) -> None:
     parts = {name: x.to("meta") for name, x in given().items()}
     leaves = [parts[name].requires_grad_() for name in ("query", "key", "value")]
@@ -526,7 +547,8 @@ def test_meta_tensors(form: str) -> None:
     else:
         mask = create_block_mask(mask_mod, None, None, LENGTH, LENGTH, "meta")
         assert (mask.device.type, mask.shape) == ("meta", (1, 1, LENGTH, LENGTH))
-        result = flex_attention(*leaves, score_mod, mask, return_lse=True)
+        options: Any = {"BACKEND": "REFERENCE"} if form == "reference" else None
+        result = flex_attention(*leaves, score_mod, mask, return_lse=True, kernel_options=options)
     out, lse = result
     assert (out.device.type, out.shape, lse.shape) == ("meta", leaves[0].shape, leaves[0].shape[:3])
     found = torch.autograd.grad(out.sum() + lse.sum(), (*leaves, bias))

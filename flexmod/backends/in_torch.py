@@ -41,6 +41,7 @@ from flexmod.ir.trace import Traced
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.plan import MASK, Place, PlanWriter, named
 from flexmod.runtime.private_torch import flash_on_cpu
+from flexmod.runtime.tensor_kinds import has_no_values
 
 Tensors = Sequence[Tensor | None]
 CALL = ("query", "key", "value")
@@ -180,7 +181,8 @@ def dense(problem: Problem, q: Tensor, k: Tensor, v: Tensor, *, want_max: bool) 
 def modified(problem: Problem, scores: Tensor) -> Tensor:
     """Applies the score mod and the mask to scores [B, Hq, M, N], in their dtype, float32 or float64."""
     keep = None if problem.mask is None else _allowed(problem.mask, scores.shape, scores.device)
-    if problem.score is not None and keep is not None and any(x.requires_grad for x in problem.score.tensors):
+    learned = problem.score is not None and any(x.requires_grad for x in problem.score.tensors)
+    if problem.score is not None and keep is not None and learned and not has_no_values(scores):
         # of masked scores 0 * inf must not reach the captured tensors either
         b, h, q_idx, kv_idx = kept = keep.expand(scores.shape).nonzero(as_tuple=True)
         (result,) = evaluate(

@@ -391,7 +391,7 @@ def _lowered(
     backend: str, query: Tensor, key: Tensor, source: Traced, mask: MaskSnapshot | None
 ) -> tuple[Lowered, MaskSnapshot | None]:
     """Returns the lowered score_mod of a checked call, and a mask from its -inf branches."""
-    batch, heads, length, keys = (max(1, size) for size in (*query.shape[:3], key.shape[2]))
+    batch, heads, length, keys = (max(1, int(size)) for size in (*query.shape[:3], key.shape[2]))
     extents = (batch, heads, length, keys)
     split, own = mask is None and not autograd.nothing(query, key), None
     # kernels are for equal graphs; what torch evaluates may raise, and then names this mod's line
