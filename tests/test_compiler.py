@@ -205,10 +205,10 @@ def far_apart(b: Any, h: Any, q: Any, k: Any) -> Any:
 def test_positions_widen_where_int32_would_overflow(renders: list[object]) -> None:
     """At 48 positions the products reach 2**31.5."""
     graph = trace(far_apart, "mask").graph
-    assert [n.dtype for n in lower(graph, (1, 1, 16, 16), split=False).score.nodes if n.op == "input"] == [
+    assert [n.dtype for n in lower(graph, (1, 1, 16, 16), split=False).graph.nodes if n.op == "input"] == [
         torch.int32
     ] * 2  # type: ignore[union-attr]
-    assert [n.dtype for n in lower(graph, EXTENTS, split=False).score.nodes if n.op == "input"] == [
+    assert [n.dtype for n in lower(graph, EXTENTS, split=False).graph.nodes if n.op == "input"] == [
         torch.int64
     ] * 2  # type: ignore[union-attr]
     attend(mask=far_apart)
@@ -231,7 +231,7 @@ def test_powers_and_shifts_are_seen_to_overflow() -> None:
     for mod in (lambda b, h, q, k: q**2 > k, lambda b, h, q, k: (q << 15) > k):
         graph = trace(mod, "mask").graph
         assert needs_int64(graph, {"b": 1, "h": 1, "q_idx": 1 << 17, "kv_idx": 1 << 17})
-        widened = lower(graph, (1, 1, 1 << 17, 1 << 17), split=False).score
+        widened = lower(graph, (1, 1, 1 << 17, 1 << 17), split=False).graph
         assert widened is not None
         assert {n.dtype for n in widened.nodes if n.op == "input"} == {torch.int64}
 

@@ -97,9 +97,9 @@ def attend(mod: Any, backend: str = "AUTO", length: int = 9) -> tuple[torch.Tens
 @pytest.mark.parametrize("split", [False, True])
 def test_texts_of_a_score_mod(mod: Any, split: bool) -> None:
     lowered = compiler.lower(trace(mod, "score").graph, (1, 1, 9, 9), split=split)
-    if lowered.score is not None:  # only -inf branches
-        captures = range(len(lowered.score.captures))
-        compiler.capture_texts(lowered.score, tuple(captures))
+    if lowered.graph is not None:  # only -inf branches
+        captures = range(len(lowered.graph.captures))
+        compiler.capture_texts(lowered.graph, tuple(captures))
         for text in (lowered.text, lowered.grad_text, lowered.exponent_text(True)):
             assert text is not None
             compile(text.text, mod.__name__, "exec")

@@ -163,7 +163,7 @@ def test_small_scores_in_a_compiled_graph(dtype: torch.dtype) -> None:
 def test_a_tanh_that_is_multiplied_by_much_is_relative(
     score_mod: Callable[..., Any], relative: bool
 ) -> None:
-    graph = lower(trace(score_mod, "score").graph, (1, 2, 64, 64), split=False).score
+    graph = lower(trace(score_mod, "score").graph, (1, 2, 64, 64), split=False).graph
     assert graph is not None
     assert any(n.op == "tanh_relative" for n in graph.nodes) == relative
 

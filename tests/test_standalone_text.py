@@ -106,7 +106,7 @@ SCORES = {
 
 def check(mod: Any, kind: str, inputs: tuple[torch.Tensor, ...]) -> None:
     traced = trace(mod, kind)
-    graph = lower(traced.graph, EXTENTS, split=False).score
+    graph = lower(traced.graph, EXTENTS, split=False).graph
     assert graph is not None
     names = tuple(capture.name for capture in graph.captures)
     written = write_torch(graph, "function", names)
@@ -161,7 +161,7 @@ def mod_of(row: Op, choose: Callable[[Any, Any], Sequence[Any]]) -> Any:
 
 
 def test_the_text() -> None:
-    graph = lower(trace(mods.alibi(slopes), "score").graph, EXTENTS, split=False).score
+    graph = lower(trace(mods.alibi(slopes), "score").graph, EXTENTS, split=False).graph
     assert graph is not None
     written = write_torch(graph, "score_mod_in_torch", ("slopes",))
     place, head, *comments, result = written.text.splitlines()

@@ -66,7 +66,7 @@ def ways(query: Tensor, score_mod: Any, mask_mod: Any) -> list[Way]:
     def of_mod(kind: str, mod: Any) -> Callable[[Any], bool]:
         def holds(value: Any) -> bool:
             if isinstance(value, Lowered):
-                value = value.score
+                value = value.graph
             if isinstance(value, Graph):
                 return value.kind == kind
             return value is mod or isinstance(value, ModText) and f"def {kind}_mod(" in value.text

@@ -110,7 +110,7 @@ def write_gradients(
 
     `reduce_in_backward`: the backward made the sums itself.
     """
-    score, captured = variant.score.score if variant.score else None, call.score_captured
+    score, captured = variant.score.graph if variant.score else None, call.score_captured
     if score is None:
         return ()
     terms = _Terms(capture_terms(score, variant.learned, reduce_in_backward))

@@ -297,7 +297,7 @@ def checked(call: TracedCall) -> tuple[autograd.PreparedCall, MaskSnapshot | Non
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     lowered, own = (None, None) if source is None else _lowered(backend, query, key, source, mask)
     problem = Problem(
-        Traced(lowered.score) if lowered and lowered.score else None,
+        Traced(lowered.graph) if lowered and lowered.graph else None,
         lowered.grad if lowered and track else None,
         None, scale, asked.options.tiles, float32_precision(), out_dtype=asked.out_dtype,
         value_scale=None if asked.value_scale is None else True,

@@ -61,28 +61,27 @@ GRAPHS, KERNELS = 1024, modules.KEPT
 class Lowered:
     """A mod after the graph stages.
 
-    For a score_mod, `score` is None if the mod does not change the score, and `split` is the mask of its -inf
-    branches. For a mask_mod, `score` is the mask's graph and `split` is None. `checked`: kernels check each
-    index into a captured tensor.
+    `graph` is None for a score_mod that does not change the score. `split` is the mask of a score_mod's -inf
+    branches. `checked`: kernels check each index into a captured tensor.
     """
 
-    score: Graph | None
+    graph: Graph | None
     split: Graph | None
     checked: bool = False
 
     @cached_property
     def grad(self) -> Graph | None:
-        return _staged("derive", lambda score: optimize(differentiate(score)), self.score)
+        return _staged("derive", lambda score: optimize(differentiate(score)), self.graph)
 
     @cached_property
     def text(self) -> ModText | None:
-        return _staged("write", lambda graph: _written(graph, self.checked), self.score)
+        return _staged("write", lambda graph: _written(graph, self.checked), self.graph)
 
     def text_with_tile(self, pair_tile: int | None) -> ModText | None:
         """Returns `text`, with the tile of a capture as an argument unless `pair_tile` is None."""
         if pair_tile is None:
             return self.text
-        return _staged("write", lambda graph: _written(graph, self.checked, pair_tile), self.score)
+        return _staged("write", lambda graph: _written(graph, self.checked, pair_tile), self.graph)
 
     def exponent_text(
         self, positive_scale: bool, coarse: bool = False, pair_tile: int | None = None
@@ -90,7 +89,7 @@ class Lowered:
         def written(score: Graph) -> ModText:
             return write_exponent(as_ranges(score), self.checked, positive_scale, coarse, pair_tile)
 
-        return _staged("write", written, self.score)
+        return _staged("write", written, self.graph)
 
     @cached_property
     def grad_text(self) -> ModText | None:
@@ -333,8 +332,8 @@ def kernels_for(
     elif score:
         family_score = score.text_with_tile(spec.pair_tile)
     captures = NO_CAPTURES
-    if grad_captures and score and score.score:
-        captures = capture_texts(score.score, grad_captures, reduce_in_backward, score.checked)
+    if grad_captures and score and score.graph:
+        captures = capture_texts(score.graph, grad_captures, reduce_in_backward, score.checked)
     # another family's dK/dV kernel replaces the portable one, and makes these sums
     portable = replace(captures, column=None, added=None) if reduce_in_backward else captures
     return Kernels(

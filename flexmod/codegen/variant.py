@@ -48,7 +48,7 @@ class Variant:
 
     def spec_of(self, direction: Direction) -> KernelSpec:
         spec = replace(self.spec, backward=direction == "backward")
-        score = self.score.score if self.score else None
+        score = self.score.graph if self.score else None
         return replace(spec, pair_tile=pair_tile(spec, score, self.score_tensors))
 
     def kernels(
@@ -149,7 +149,7 @@ def of_traces(
         of_mask = Traced(score.split, tuple(tensor.detach() for tensor in traced.tensors))
     mask = lower(of_mask.graph.with_lines(), extents, split=False) if of_mask else None
     tensors = traced.tensors if traced else ()
-    changes = score is not None and score.score is not None
+    changes = score is not None and score.graph is not None
     return Variant(
         spec if mask else replace(spec, mask_block=None),
         score,

@@ -290,8 +290,8 @@ class VariantCall:
         if direction == "backward":
             tensors = (given["grad_out"], None, *self._qkv, given["out"], given["lse"])
         variant, score = replace(self._made, spec=self._made.spec_of(direction)), self._made.score
-        if score and score.score:  # as in calls, where equal mods share a graph
-            variant = replace(variant, score=replace(score, score=replace(score.score, lines=False)))
+        if score and score.graph:  # as in calls, where equal mods share a graph
+            variant = replace(variant, score=replace(score, graph=replace(score.graph, lines=False)))
         call = PlannedCall(variant, self.call, tensors, keep=keep, kept=2, captured=captured)
         return call.plan(family, FirstRungs(made, rungs))
 
@@ -364,7 +364,7 @@ def _list(name: str, tensor: Tensor) -> Place:
 
 def _mask_of(made: Variant) -> MaskSnapshot | None:
     """Returns a stand-in mask, of which plans read only the parts. With captured tensors it has an order."""
-    if made.mask is None or made.spec.mask_block is None or made.mask.score is None:
+    if made.mask is None or made.spec.mask_block is None or made.mask.graph is None:
         return None
 
     def empty(*shape: int) -> Tensor:
@@ -379,5 +379,5 @@ def _mask_of(made: Variant) -> MaskSnapshot | None:
         )
     else:
         storage = TileStorage((2, 2), (4, 4), {"kv": runs(), "q": runs()}, {})
-    traced = Traced(made.mask.score, made.mask_tensors)
+    traced = Traced(made.mask.graph, made.mask_tensors)
     return MaskSnapshot(storage, (LENGTH, LENGTH), made.spec.mask_block, False, traced)

@@ -78,11 +78,11 @@ def graphs_of(made: Variant) -> Named[Graph]:
     "grad" also has derivatives by captured elements that require them. A mod without effect has no entry.
     """
     score, mask = made.score, made.mask
-    found = {"mask": mask.score if mask else None}
-    if score and score.score:
-        found |= {"score": score.score, "grad": score.grad}
+    found = {"mask": mask.graph if mask else None}
+    if score and score.graph:
+        found |= {"score": score.graph, "grad": score.grad}
         if made.learned:
-            found["grad"] = capture_grad(score.score, made.learned).graph
+            found["grad"] = capture_grad(score.graph, made.learned).graph
     return Named({name: graph for name, graph in found.items() if graph})
 
 

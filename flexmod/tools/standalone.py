@@ -169,7 +169,7 @@ class File:
     def __post_init__(self) -> None:
         v = self.variant
         score, mask = v.score, v.mask
-        graph = score.score if score else None
+        graph = score.graph if score else None
         self.terms: list[GradientTerm] = []
         self.captures = NO_CAPTURES
         if v.learned and graph:
@@ -183,7 +183,7 @@ class File:
         texts = [text for _, text in _by_along(self.captures) if text]
         names = FileNames([term.sums.lower() for text in texts for term in text.terms])
         self.score = names.of(graph, v.score_tensors, v.score_sizes, CALL_SIZES)
-        self.mask = names.of(mask.score if mask else None, v.mask_tensors, v.mask_sizes, MASK_SIZES)
+        self.mask = names.of(mask.graph if mask else None, v.mask_tensors, v.mask_sizes, MASK_SIZES)
         self.kernels = Kernels(
             v.spec, self.build, score.text if score else None, mask.text if mask else None,
             score.grad_text if score else None, dict(v.options), captures=self.captures,

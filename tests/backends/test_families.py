@@ -51,7 +51,7 @@ class Toy:
     made: dict[Kernels, ToyKernels] = {}
 
     def obstacle(self, variant: Variant, way: str, *_: Any, **__: Any) -> str | None:
-        if variant.score and variant.score.score and variant.score.score.captures:
+        if variant.score and variant.score.graph and variant.score.graph.captures:
             return "a toy reads no tensors"
         return "a toy has no backward" if way == "backward" else None
 

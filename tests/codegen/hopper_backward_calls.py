@@ -200,7 +200,7 @@ class Call:
         spec = replace(spec, short=0)
         assert spec_obstacle(spec, "backward") is None
         tensors = traced["score"].tensors if traced["score"] else ()
-        score = lowered["score"].score if lowered["score"] else None
+        score = lowered["score"].graph if lowered["score"] else None
         spec = replace(spec, pair_tile=pair_tile(spec, score, tensors))
         wanted = tuple(n for n, x in enumerate(tensors) if x.requires_grad)
         portable = kernels_for(
@@ -215,7 +215,7 @@ class Call:
             )  # fmt: skip
         gradients = [found.query, found.key, found.value]
         if wanted:
-            graph = lowered["score"].score
+            graph = lowered["score"].graph
             terms = capture_terms(graph, wanted, True)
             of_captures = captured.gradients(graph, terms, found.sums, tensors, (), extents)
             places = [number for x in self.learned for number in wanted if tensors[number] is x]

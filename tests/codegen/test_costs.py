@@ -41,6 +41,6 @@ def test_what_a_column_needs(name: str) -> None:
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + of_key(kv_idx)
 
-    graph = lower(trace(mod, "score").graph, (1, 1, 64, 64), split=False).score
+    graph = lower(trace(mod, "score").graph, (1, 1, 64, 64), split=False).graph
     assert graph is not None
     assert ("column" in write(graph).expensive) == (name in MANY)

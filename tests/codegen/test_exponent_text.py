@@ -43,7 +43,7 @@ MODS = {
 
 def lowered(score_mod: Any) -> tuple[Graph, tuple[torch.Tensor, ...]]:
     traced = trace(score_mod, "score")
-    graph = lower(traced.graph, (2, 3, 64, 64), split=False).score
+    graph = lower(traced.graph, (2, 3, 64, 64), split=False).graph
     assert graph is not None
     return graph, traced.tensors
 

@@ -35,12 +35,12 @@ def spec(dtype: torch.dtype = BF16, dim: int = 128, value_dim: int = 0, **other:
 def exponent(score_mod: Any) -> ModText:
     """As forwards take a score_mod."""
     lowered = lower(trace(score_mod, "score").graph, (1, 4, 1024, 1024), split=False)
-    assert lowered.score is not None
-    return write_exponent(lowered.score)
+    assert lowered.graph is not None
+    return write_exponent(lowered.graph)
 
 
 def exponent_in_tiles(tensor: Tensor) -> ModText:
-    score = lower(trace(at_pair(tensor, "h"), "score").graph, (1, 4, 8, 8), split=False).score
+    score = lower(trace(at_pair(tensor, "h"), "score").graph, (1, 4, 8, 8), split=False).graph
     assert score is not None
     return write_exponent(score, pair_tile=0)
 

@@ -36,7 +36,7 @@ def test_a_gradient_of_zero_leaves_zeros(name: str) -> None:
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + slopes[h] * factor(q_idx, kv_idx)
 
-    graph = lower(trace(mod, "score").graph, (1, 4, 64, 64), split=False).score
+    graph = lower(trace(mod, "score").graph, (1, 4, 64, 64), split=False).graph
     assert graph is not None
     text = capture_texts(graph, (0,), reduce_in_backward=True).column
     assert text is not None
@@ -64,7 +64,7 @@ APART = {
 def test_which_terms_a_fused_backward_adds(name: str) -> None:
     mod = (ADDED | APART)[name]
     traced = trace(lambda s, b, h, q, k: mod(s, q, k), "score")
-    graph = lower(traced.graph, (1, 4, 64, 64), split=False).score
+    graph = lower(traced.graph, (1, 4, 64, 64), split=False).graph
     assert graph is not None
     wanted = tuple(range(len(traced.tensors)))
     fused = capture_texts(graph, wanted, reduce_in_backward=True)

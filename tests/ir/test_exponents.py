@@ -66,7 +66,7 @@ MODS: dict[str, tuple[Callable[..., Any], int, str]] = {
 
 def lowered(score_mod: Callable[..., Any], length: int = 64) -> tuple[Graph, tuple[torch.Tensor, ...]]:
     traced = trace(score_mod, "score")
-    graph = lower(traced.graph, (B, H, length, length), split=False).score
+    graph = lower(traced.graph, (B, H, length, length), split=False).graph
     assert graph is not None
     return graph, traced.tensors
 

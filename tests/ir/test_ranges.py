@@ -51,7 +51,7 @@ MASKS: dict[str, tuple[Callable[..., Any], int, int]] = {
 
 def lowered(mask_mod: Callable[..., Any], extent: int = 128) -> tuple[Graph, tuple[torch.Tensor, ...]]:
     traced = trace(mask_mod, "mask")
-    graph = lower(traced.graph, (1, 1, extent, extent), split=False).score
+    graph = lower(traced.graph, (1, 1, extent, extent), split=False).graph
     assert graph is not None
     return graph, traced.tensors
 
@@ -126,7 +126,7 @@ def test_a_score_asks_as_the_mask_does() -> None:
     def near_ones(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return torch.where((q - k < 10) & (q >= k), s + (q - k), s * 2)
 
-    graph = lower(trace(near_ones, "score").graph, (1, 1, 128, 128), split=False).score
+    graph = lower(trace(near_ones, "score").graph, (1, 1, 128, 128), split=False).graph
     assert graph is not None
     found = as_ranges(graph)
     assert (steps(graph), steps(found)) == (2, 1)
