@@ -119,6 +119,11 @@ def parameters(*mods: ModText | None) -> tuple[Parameter, ...]:
     return tuple(merged.values())
 
 
+def parameter_names(*mods: ModText | None) -> list[str]:
+    """The names of `parameters`, without tiles, which a kernel loads by itself."""
+    return [p.name for p in parameters(*mods) if p.kind != "tile"]
+
+
 @cache
 def _environment() -> jinja2.Environment:
     with lazy_imports():
@@ -143,7 +148,7 @@ def _environment() -> jinja2.Environment:
         shared_out=_shared_out,
         in_parts=_in_parts,
         captured=_captured,
-        parameters=parameters,
+        parameter_names=parameter_names,
         device_functions=lambda *files: f"\1{' '.join(files)}\1",  # see `_finished`
         kernel=lambda file, name: device_functions.functions(file)[name],
         called=lambda *names: f"\2{' '.join(names)}\2",
