@@ -211,3 +211,24 @@ def test_a_row_of_nan_is_no_empty_row(options: Any) -> None:
 def late(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """Causal, and the first five rows attend to nothing."""
     return (q_idx >= kv_idx) & (q_idx >= 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", [None, "INTERPRET", "REFERENCE"])
+@pytest.mark.parametrize("key", [0, 38])
+def test_an_infinite_score_spoils_its_own_row_alone(
+    key: int, backend: str | None, dtype: torch.dtype
+) -> None:
+    q, k, v = (x.to(dtype) for x in torch.randn(3, 1, 1, 39, 16, generator=torch.Generator().manual_seed(0)))
+    options: Any = {"BACKEND": backend} if backend else None
+
+    def infinite(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where((q_idx == 1) & (kv_idx == key), torch.inf, score)
+
+    out, lse = flex_attention(q, k, v, infinite, return_lse=True, kernel_options=options)
+    plain, of_plain = flex_attention(q, k, v, return_lse=True, kernel_options=options)
+    others = torch.arange(39) != 1
+    assert out[0, 0, 1].isnan().all()
+    assert lse[0, 0, 1].isinf() if backend == "REFERENCE" else lse[0, 0, 1].isnan()
+    torch.testing.assert_close(out[:, :, others], plain[:, :, others])
+    torch.testing.assert_close(lse[:, :, others], of_plain[:, :, others])
