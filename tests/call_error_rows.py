@@ -619,7 +619,7 @@ BLOCK_MASKS: list[Row] = [
     (
         errors.NotABlockMask,
         lambda: call(block_mask=x(4, 32, 32).bool().numpy()),
-        "block_mask is a ndarray, not a BlockMask.\n"
+        "block_mask is an ndarray, not a BlockMask.\n"
         "  Instead: build one with create_block_mask(dense), where dense is torch.from_numpy of the array.",
     ),
     (

@@ -40,9 +40,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def a_type(value: object) -> str:
-    """Returns the name of a value's type with its article: "an int", "a str"."""
+    """Returns the name of a value's type with its article: "an int", "an ndarray"."""
     name = type(value).__name__
-    return f"{'an' if name.startswith(tuple('aeioAEIO')) else 'a'} {name}"
+    return f"{'an' if name.startswith((*'aeioAEIO', 'nd')) else 'a'} {name}"
 
 
 class _Noticed(threading.local):

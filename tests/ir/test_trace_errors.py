@@ -986,7 +986,7 @@ def add_a_string(b, h, q, k):
 
 
 @row(
-    errors.OperationArgumentError, "mul was called with a ndarray.",
+    errors.OperationArgumentError, "mul was called with an ndarray.",
     "make a tensor of it before the call, table = torch.from_numpy(values), and index that: table[q_idx].",
 )  # fmt: skip
 def times_an_array(b, h, q, k):
