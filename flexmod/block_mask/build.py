@@ -78,7 +78,7 @@ def create_block_mask(
     the same positions. After a write to such a tensor, the next use finds the tiles again.
 
     Raises LengthError, MaskExtentError, BlockSizeError, NoDeviceError, OffsetTypeError, OffsetValueError,
-    OffsetShapeError, OffsetMismatchError, MaskCaptureGradientError, and every error of
+    OffsetShapeError, OffsetMismatchError, MaskCaptureGradientError, DenseMaskError, and every error of
     tracing. DeviceMismatch if a captured tensor is on another device; TensorKindError and FreedStorageError
     if a kernel cannot read one.
 

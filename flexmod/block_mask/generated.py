@@ -58,7 +58,7 @@ TILES_AT_ONCE = 256 << 20
 # Rows of larger blocks are not sorted: with an order, kernels compute the whole last block, past the end too.
 ORDERED_BLOCK = 128
 
-# Seconds that a thread leaves to attention's kernels: by then those of a forward and a backward are mostly
+# Seconds that a thread leaves to attention's kernels: by then a forward's and a backward's are mostly
 # past their Python part. It checks every PAUSE seconds whether the process ends.
 DELAY, PAUSE = 2.0, 0.05
 # Torch needs much time and memory for masks of more tiles.

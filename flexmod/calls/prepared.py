@@ -49,7 +49,7 @@ KNOWN = 1024  # calls in the cache
 class Score(NamedTuple):
     """A score mod: `trace` makes its graph, `seen` is its fingerprint.
 
-    `trace` also returns the places of its captured tensors among those of `seen`, see `find`.
+    `trace` also returns where `seen` has its captured tensors, see `find`.
     """
 
     trace: Callable[[torch.device], tuple[Traced, tuple[int, ...] | None]] | None

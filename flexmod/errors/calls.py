@@ -1,7 +1,7 @@
 """Errors in a call, and in the block mask that it is given.
 
-First those of its tensors' shapes, devices and dtypes, its return values, and torch's transforms; then those
-of a mask's construction, indexing, combination and pictures, and of its fit to a call.
+First come shapes, devices and dtypes of its tensors, its return values, and torch's transforms; then a mask's
+construction, indexing, combination and pictures, and its fit to a call.
 """
 
 from __future__ import annotations

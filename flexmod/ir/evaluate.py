@@ -78,8 +78,8 @@ def evaluate(
 ) -> tuple[torch.Tensor, ...]:
     """Computes the graph's results at given positions, in differentiable torch.
 
-    Each input of the graph is an argument by its name: b, h, q_idx, kv_idx, score, grad, and those of
-    `intervals.py` and `exponents.py`.
+    Each input of the graph is an argument by its name: b, h, q_idx, kv_idx, score, grad, and inputs that
+    `intervals.py` and `exponents.py` add.
 
     Positions are integer tensors of any shapes that broadcast; they are cast to the graph's index width.
     A result has the broadcast shape of the inputs that it reads, 0-d if it reads none.

@@ -287,8 +287,8 @@ _known: dict[object, tuple[Graph, Places, Places]] = {}
 def find(
     mod: Callable[..., Any], kind: str, device: torch.device, seen: Seen | None
 ) -> tuple[Traced, Places | None]:
-    """Traces a mod or finds its trace in the cache. Also returns the places of its captured tensors among
-    those of the fingerprint `seen`, or None if the next call traces it again.
+    """Traces a mod or finds its trace in the cache. Also returns where the fingerprint `seen` has its
+    captured tensors, or None if the next call traces it again.
     """
     if seen is None:
         return trace(mod, kind, device), None

@@ -1,7 +1,7 @@
 """Score mods that read the score, captured tensors, or the edges of a graph; `chain` combines mods.
 
-Those of the score alone come first, then those for latent attention, for graphs whose nodes are the
-positions, and for sequences that are packed one after another. `positions.py` has those of distances.
+First come mods that read the score alone, then mods for latent attention, for graphs whose nodes are the
+positions, and for sequences that are packed one after another. `positions.py` has mods of distances.
 """
 
 from __future__ import annotations
