@@ -157,8 +157,9 @@ def test_kernels_read_q_k_v_where_they_lie(arguments: dict[str, dict[str, Any]],
     k, v = (by_position(1, 2, 33).to(dtype).requires_grad_() for _ in range(2))
     out = flex_attention(q, k, v, enable_gqa=True, kernel_options=INTERPRET)
     out.sum().backward()
-    delta = "delta_kernel" if dtype == torch.float32 else "statistics_kernel"
-    assert set(arguments) == {"forward_kernel", delta, "dq_kernel", "dkdv_kernel"}
+    # dkdv_kernel makes dQ too in a short call in a half type
+    beside = {"delta_kernel", "dq_kernel"} if dtype == torch.float32 else {"statistics_kernel"}
+    assert set(arguments) == {"forward_kernel", "dkdv_kernel", *beside}
     for name, given in arguments.items():
         for argument, tensor in (("Q", q), ("K", k), ("V", v)):
             if name != "statistics_kernel":

@@ -108,7 +108,7 @@ def test_what_is_found_is_kept_and_used_where_it_is_asked_for(
     assert [launched[f"{name}_kernel"] for name in ("forward", "dq", "dkdv")] == [sides] * 3
     launched.clear()
     attend(fwd_tuned=True)
-    assert [launched[f"{name}_kernel"] == sides for name in ("forward", "dq")] == [True, False]
+    assert [launched[f"{name}_kernel"] == sides for name in ("forward", "dkdv")] == [True, False]
 
 
 def test_a_variant_that_was_not_tuned(folder: Path) -> None:

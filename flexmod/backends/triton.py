@@ -32,7 +32,7 @@ from flexmod.backends.captured import sums_along_diagonals, sums_of_elements
 from flexmod.backends.options import PORTABLE
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
-from flexmod.codegen.spec import FLOAT8, LARGE, KernelName, KernelSpec, statistics_rows, template
+from flexmod.codegen.spec import FLOAT8, LARGE, KernelName, KernelSpec, option, statistics_rows
 from flexmod.ir.derivative import Along
 from flexmod.ir.ops import HALF
 from flexmod.runtime.plan import Extent, Place, PlanWriter, contiguous
@@ -56,9 +56,8 @@ class Found(NamedTuple):
 
 
 def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: bool) -> KernelSpec:
-    """Returns the KernelSpec of a call. If its kernel_options name a template, no call is short."""
+    """Returns the KernelSpec of a call."""
     mask, out_dtype = problem.mask, problem.out_dtype
-    asked = template(dict(problem.options), "backward" if backward else "forward")
     return KernelSpec(
         q_dtype=q.dtype,
         k_dtype=k.dtype,
@@ -74,19 +73,22 @@ def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: 
         backward=backward,
         out_dtype=None if out_dtype is q.dtype else out_dtype,
         value_scale=problem.value_scale is not None,
-        short=short_length(q, k, v, backward) if asked == "auto" and q.dtype in HALF else 0,
+        short=short_length(q, k, v, dict(problem.options), backward),
     )
 
 
-def short_length(q: Tensor, k: Tensor, v: Tensor, backward: bool) -> int:
-    """Returns the length up to which a call counts as short, or 0 for other calls.
+def short_length(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], backward: bool) -> int:
+    """Returns the length up to which a call counts as short, or 0 if it does not.
 
-    Small tiles, of which several share a processor, take less time for it on an H200.
+    Small tiles, of which several share a processor, take less time for it on an H200. A call in another dtype
+    than a half type, or with kernel option TEMPLATE or tuned, is not short.
     """
+    kernel: KernelName = "dq" if backward else "forward"
+    asked = option(options, kernel, "TEMPLATE", "auto") != "auto" or option(options, kernel, "tuned", False)
     longest, widest = max(q.shape[2], k.shape[2]), max(q.shape[3], v.shape[3])
-    for length in (64, 128):
+    for length in (64, 128) if backward else (64,):
         if longest <= length and length * widest <= (8192 if backward else 4096):
-            return length if backward or length == 64 else 0
+            return 0 if asked or q.dtype not in HALF else length
     return 0
 
 

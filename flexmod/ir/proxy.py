@@ -340,6 +340,8 @@ class Tracer:
         refusal: errors.NotScalarError | None = getattr(value, "refusal", None)  # of a short vector
         if refusal is not None:
             return refusal
+        if isinstance(value, torch.Tensor):
+            self._check_capture(value)
         name = self.name_of(value) if isinstance(value, torch.Tensor) else value._name
         indices = ", ".join(POSITIONS[-value.dim() :])
         indices = indices if isinstance(value, torch.Tensor) else f"..., {indices}"

@@ -351,6 +351,7 @@ def test_backward_without_lists_by_column_is_refused() -> None:
         ((64, 64), 64, torch.float8_e4m3fn, {}, 0, 0),
         ((64, 64), 64, BFLOAT, {"TEMPLATE": "hopper"}, 0, 0),
         ((64, 64), 64, BFLOAT, {"bwd_TEMPLATE": "portable"}, 64, 0),
+        ((64, 64), 64, BFLOAT, {"fwd_tuned": True}, 0, 64),
     ],
 )
 def test_which_calls_are_short(
