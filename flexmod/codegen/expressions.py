@@ -160,13 +160,16 @@ def reads_pair(node: Node) -> bool:
     return row.is_input("q_idx") and column.is_input("kv_idx") and all(map(text_of_place, outer))
 
 
-def text_of_place(node: Node) -> str | None:
-    """A kernel's text for an index of b, h and numbers, e.g. "head // 4", or None if it may be negative."""
+def text_of_place(node: Node, depth: int = 3) -> str | None:
+    """A kernel's text for an index of b, h and numbers, e.g. "head // 4".
+
+    None if it may be negative, and for operations that are nested more than `depth` times.
+    """
     if node.is_const:
         return str(node.value) if type(node.value) is int and node.value >= 0 else None
     if node.op not in OF_PLACES:
         return next((name for of, name in (("b", "batch"), ("h", "head")) if node.is_input(of)), None)
-    left, right = map(text_of_place, node.args)
+    left, right = (text_of_place(a, depth - 1) if depth else None for a in node.args)
     if not (left and right) or divides(node) and not (node.args[1].is_const and node.args[1].value):
         return None
     return f"{group(left)} {OF_PLACES[node.op]} {group(right)}"

@@ -158,6 +158,9 @@ IN_TILES = {
     "of a batch and group": (
         lambda score, b, h, q_idx, kv_idx: score + SQUARE[b * 4 + h % 4, q_idx, kv_idx], True
     ),
+    "far nested": (
+        lambda score, b, h, q_idx, kv_idx: score + SQUARE[((h * 2 + b) * 2 + b) * 2, q_idx, kv_idx], False
+    ),
     "of the head before": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h - 1, q_idx, kv_idx], False),
     "of a quotient by 0": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[h // b, q_idx, kv_idx], False),
     "by query": (lambda score, b, h, q_idx, kv_idx: score + SQUARE[q_idx, q_idx, kv_idx], False),
