@@ -251,7 +251,7 @@ class Generated:
         numbers = (score.numbers if score else (), mask.numbers if mask else ())
         call = operands(q, k, v, problem, *numbers)
         compiled = PlannedCall(variant, call, tuple(tensors), self.interpreted, **asked)
-        if option(dict(problem.options), "dq" if backward else "forward", "tuned", False):
+        if option(dict(problem.options), spec.direction, "tuned", False):
             self._tune(problem, [compiled.kernels(family) for family in families()], q.device)
         return compiled
 

@@ -89,7 +89,7 @@ def obstacle(
     options = dict(variant.options)
 
     def given(name: str) -> Any:
-        return option(options, "forward" if direction == "forward" else "dq", name, None)
+        return option(options, direction, name, None)
 
     for name in TILE_OPTIONS[direction]:
         if given(name) is not None:

@@ -32,7 +32,16 @@ from flexmod.backends.captured import sums_along_diagonals, sums_of_elements
 from flexmod.backends.options import PORTABLE
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
-from flexmod.codegen.spec import FLOAT8, LARGE, KernelName, KernelSpec, option, statistics_rows
+from flexmod.codegen.spec import (
+    FLOAT8,
+    LARGE,
+    Direction,
+    KernelName,
+    KernelSpec,
+    option,
+    statistics_rows,
+    template,
+)
 from flexmod.ir.derivative import Along
 from flexmod.ir.ops import HALF
 from flexmod.runtime.plan import Extent, Place, PlanWriter, contiguous
@@ -73,23 +82,22 @@ def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: 
         backward=backward,
         out_dtype=None if out_dtype is q.dtype else out_dtype,
         value_scale=problem.value_scale is not None,
-        short=short_length(q, k, v, dict(problem.options), backward),
+        short=short_length(q, k, v, dict(problem.options), "backward" if backward else "forward"),
     )
 
 
-def short_length(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], backward: bool) -> int:
+def short_length(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], direction: Direction) -> int:
     """Returns the length up to which a call counts as short, or 0 if it does not.
 
     Small tiles, of which several share a processor, take less time for it on an H200. A call in another dtype
     than a half type, or with kernel option TEMPLATE or tuned, is not short.
     """
-    kernel: KernelName = "dq" if backward else "forward"
-    asked = option(options, kernel, "TEMPLATE", "auto") != "auto" or option(options, kernel, "tuned", False)
+    asked = template(options, direction) != "auto" or option(options, direction, "tuned", False)
+    if asked or q.dtype not in HALF:
+        return 0
     longest, widest = max(q.shape[2], k.shape[2]), max(q.shape[3], v.shape[3])
-    for length in (64, 128) if backward else (64,):
-        if longest <= length and length * widest <= (8192 if backward else 4096):
-            return 0 if asked or q.dtype not in HALF else length
-    return 0
+    lengths, largest = ((64, 128), 8192) if direction == "backward" else ((64,), 4096)
+    return next((length for length in lengths if longest <= length and length * widest <= largest), 0)
 
 
 @lru_cache(cache.KEPT)

@@ -322,15 +322,15 @@ def _like(kernel: KernelName) -> KernelName:
     return {"delta": "dq", "scatter": "diagonal"}.get(kernel, kernel)  # type: ignore[return-value]
 
 
-def option(options: Mapping[str, Any], kernel: KernelName, name: str, default: Any) -> Any:
-    """A kernel option for one kernel: the name with prefix `fwd_` or `bwd_` overrides the bare name."""
-    prefix = "fwd_" if kernel == "forward" else "bwd_"
+def option(options: Mapping[str, Any], of: KernelName | Direction, name: str, default: Any) -> Any:
+    """A kernel option for a kernel or a direction: a name with `fwd_` or `bwd_` overrides the bare name."""
+    prefix = "fwd_" if of == "forward" else "bwd_"
     return options.get(prefix + name, options.get(name, default))
 
 
 def template(options: Mapping[str, Any], direction: Direction) -> str:
     """The kernel option TEMPLATE of a direction: "auto", or the name of a family."""
-    return option(options, "forward" if direction == "forward" else "dq", "TEMPLATE", None) or "auto"
+    return option(options, direction, "TEMPLATE", None) or "auto"
 
 
 def statistics_rows(spec: KernelSpec) -> int:
