@@ -18,7 +18,7 @@ import torch
 from flexmod.codegen import device_functions
 from flexmod.errors import Where
 from flexmod.ir.graph import Graph, Node
-from flexmod.ir.ops import CAST, COMPARISONS, HALF, OPS, number, strong
+from flexmod.ir.ops import CAST, COMPARISONS, HALF, OPS, is_power_of_two, number, strong
 from flexmod.runtime.locks import parse
 
 TRITON_DTYPES = {
@@ -285,9 +285,5 @@ def _may_be_fused(node: Node) -> bool:
     dtype = strong(node.dtype)
     if node.op != "mul" or not dtype.is_floating_point or dtype in HALF:
         return False
-    return not ({"score", "grad"} & node.home or any(map(_is_power_of_two, node.args)))
-
-
-def _is_power_of_two(node: Node) -> bool:
-    """Is it a number whose products are exact?"""
-    return node.is_const and math.frexp(float(node.value))[0] == 0.5  # type: ignore[arg-type]
+    exact = any(a.is_const and is_power_of_two(a.value) for a in node.args)
+    return not ({"score", "grad"} & node.home or exact)

@@ -43,7 +43,7 @@ from flexmod.ir import bounds
 from flexmod.ir.ends import dtype_limits
 from flexmod.ir.graph import ARGUMENTS, POSITIONS, Graph, Node, dtype_name, home_of
 from flexmod.ir.integers import integer_bounds
-from flexmod.ir.ops import CAST, HALF, OPS, kind, strong
+from flexmod.ir.ops import CAST, HALF, OPS, is_ordinary, kind, strong
 
 # by home: the arguments of its function, and how its values' names end
 HOISTED = {
@@ -261,7 +261,7 @@ class TritonWriter:
             return "rounded_product({0}, {1})"
         if row.exact and register_dtype(at) == torch.float32:
             # a chip's fast division fails for divisors near the ends of float32's range
-            extreme = len(node.args) == 2 and node.args[1].is_const and not _is_ordinary(node.args[1].value)
+            extreme = len(node.args) == 2 and node.args[1].is_const and not is_ordinary(node.args[1].value)
             if extreme or not {"score", "grad"} & node.home:
                 return row.exact
         for text, suffices in row.plain.get(kind(at), ()):
@@ -399,10 +399,6 @@ def _written_first(graph: Graph) -> list[Node]:
             depths[node] = 0
             found.append(node)
     return found
-
-
-def _is_ordinary(value: object) -> bool:
-    return 2.0**-126 <= abs(float(value)) <= 2.0**126  # type: ignore[arg-type]
 
 
 def together(guards: Sequence[Guard]) -> str:

@@ -75,6 +75,16 @@ def strong(dtype: DType) -> torch.dtype:
     return torch.bool if dtype is bool else torch.int64
 
 
+def is_power_of_two(value: Any) -> bool:
+    """Is it a number, of either sign, whose products are exact?"""
+    return abs(math.frexp(float(value))[0]) == 0.5
+
+
+def is_ordinary(value: Any) -> bool:
+    """Are the number and its inverse normal float32 numbers, which have all digits?"""
+    return 2.0**-126 <= abs(float(value)) <= 2.0**126
+
+
 def category(dtype: DType) -> int:
     if dtype in (bool, torch.bool):
         return 0

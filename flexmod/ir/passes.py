@@ -21,7 +21,7 @@ from flexmod.ir.bounds import Bounds
 from flexmod.ir.graph import POSITIONS, Graph, GraphBuilder, Node, home_of, rebuild
 from flexmod.ir.integers import dtypes_when_widened, integer_bounds, needs_int64
 from flexmod.ir.linear import AND, joined
-from flexmod.ir.ops import CAST, HALF, OPS, number, strong
+from flexmod.ir.ops import CAST, HALF, OPS, is_ordinary, is_power_of_two, number, strong
 from flexmod.ir.ops import fold as fold_values
 
 Extents = tuple[int, int, int, int]
@@ -170,8 +170,7 @@ def _divide_by_number(builder: GraphBuilder, node: Node, args: tuple[Node, ...])
     if not args[1].is_const or node.dtype != torch.float32:
         return None
     value = float(args[1].value)  # type: ignore[arg-type]
-    exact = abs(math.frexp(value)[0]) == 0.5
-    if (exact or "score" in args[0].home) and 2.0**-126 <= abs(value) <= 2.0**126:
+    if (is_power_of_two(value) or "score" in args[0].home) and is_ordinary(value):
         return builder.node("mul", (args[0], builder.const(1.0 / value)), node.dtype, None, node.where)
     return None
 
