@@ -112,14 +112,10 @@ def causal_score(row: Row, device: torch.device) -> Mods:
     return Mods(mods.causal_score())
 
 
-def truths(row: Row, device: torch.device) -> Tensor:
-    """bool [length, length], half of them true."""
-    generator = torch.Generator(device).manual_seed(2)
-    return torch.rand(row.length, row.length, generator=generator, device=device) < 0.5
-
-
 def dense_mask(row: Row, device: torch.device) -> Mods:
-    allowed = truths(row, device)
+    """A truth value for each pair of positions, half of them true."""
+    generator = torch.Generator(device).manual_seed(2)
+    allowed = torch.rand(row.length, row.length, generator=generator, device=device) < 0.5
     return Mods(mask_mod=lambda b, h, q_idx, kv_idx: allowed[q_idx, kv_idx])
 
 
