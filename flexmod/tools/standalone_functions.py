@@ -30,6 +30,43 @@ class BuiltMask(NamedTuple):
 
 
 
+def kinds_of_blocks(keeps, sizes, q_block, kv_block, device):
+    """Truth values [batch, heads, rows, columns] of partial and of full blocks, a row of blocks at a time.
+
+    `keeps` takes b, h, q_idx and kv_idx; `sizes` has their numbers.
+    """
+    batch, heads, queries, keys = sizes
+    b, h, q_idx, kv_idx = (torch.arange(size, dtype=torch.int32, device=device) for size in sizes)
+    kept = []
+    for rows in q_idx.split(q_block):
+        keep = keeps(b[:, None, None, None], h[:, None, None], rows[:, None], kv_idx)
+        keep = keep.expand(batch, heads, len(rows), keys)
+        keep = torch.nn.functional.pad(keep, (0, -keys % kv_block))
+        kept.append(keep.unflatten(3, (-1, kv_block)).sum((2, 4)))
+    pairs = torch.stack(kept, 2)
+    full = pairs == q_block * kv_block
+    return (pairs > 0) & ~full, full
+
+
+def writes_to(tensors):
+    """How often each tensor was written to, by torch's count."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def check_operands(q, k, v, scale, head_dim, value_dim, dtypes, longest):
+    """Refuses tensors and scales that the kernels do not take."""
+    if q.shape[3] != head_dim or k.shape[3] != head_dim or v.shape[3] != value_dim:
+        raise ValueError(f"this file is for head dimensions of {head_dim} (q, k) and {value_dim} (v)")
+    if not (q.numel() and k.numel()):
+        raise ValueError("B, HQ, HKV, M and N are 1 or more")
+    if q.dtype not in dtypes:
+        raise ValueError(f"q is {q.dtype}; this file is for {' and '.join(map(str, dtypes))}")
+    if not q.dtype == k.dtype == v.dtype or k.shape[:3] != v.shape[:3] or q.shape[1] % k.shape[1]:
+        raise ValueError("q, k and v do not go together: see the docstring")
+    if k.shape[0] not in (1, q.shape[0]) or not scale > 0 or max(*q.shape[:3], k.shape[2]) > longest:
+        raise ValueError(f"a batch of keys is q's or 1, scale is positive, sizes are up to {longest}")
+
+
 def listed(partial, full):
     """Blocks from truth values [batch, heads, rows, columns]."""
     lists = []
