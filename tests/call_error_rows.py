@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flexmod
 from flexmod import AuxRequest, create_block_mask, create_mask, errors, flex_attention, masks, mods, or_masks
+from flexmod.backends.arguments import Problem
+from flexmod.backends.families import INTERPRETED
 from flexmod.backends.options import OPTIONS
 from flexmod.block_mask.format import from_torch
 
@@ -76,6 +78,12 @@ def nested(*lengths: int) -> Any:
 
 def options(**given: Any) -> Any:
     return call(kernel_options=given)
+
+
+def decode(query: Tensor) -> Any:
+    """What a call on a GPU with BACKEND="TRITON_DECODE" does, in the interpreter."""
+    problem = Problem(None, None, None, 1.0, (("BACKEND", "TRITON_DECODE"),))
+    return INTERPRETED.forward(problem, (query, query, query), want_max=False, keep=False)
 
 
 def reads_batch() -> Any:
@@ -1137,7 +1145,7 @@ OPTION_MISTAKES: list[Row] = [
         errors.OptionValueError,
         lambda: options(BACKEND="CUDNN"),
         "kernel option BACKEND is 'CUDNN'.\n"
-        "  Instead: give one of 'AUTO', 'TRITON', 'INTERPRET', 'REFERENCE'.",
+        "  Instead: give one of 'AUTO', 'TRITON', 'TRITON_DECODE', 'INTERPRET', 'REFERENCE'.",
     ),
     (
         errors.FlashBackendError,
@@ -1147,9 +1155,16 @@ OPTION_MISTAKES: list[Row] = [
     ),
     (
         errors.DecodeBackendError,
+        lambda: decode(x(dtype=torch.float16)),
+        'BACKEND="TRITON_DECODE" cannot run this call: it has 32 queries in float16 and 32 keys.\n'
+        "  Instead: leave BACKEND out: flexmod takes this kernel for up to 64 queries in float16 or bfloat16 "
+        "on more than 64 keys, without gradients, unless others take less time.",
+    ),
+    (
+        errors.BackendDeviceError,
         lambda: options(BACKEND="TRITON_DECODE"),
-        'BACKEND="TRITON_DECODE" asks for a decoding kernel, which flexmod does not have yet.\n'
-        "  Instead: leave BACKEND out: one query runs through the usual kernel.",
+        'BACKEND="TRITON_DECODE" runs on cuda tensors, but query is on cpu.\n'
+        "  Instead: move query, key and value to cuda, or leave BACKEND out.",
     ),
     (
         errors.BackendDeviceError,

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flexmod.backends import arguments as call_arguments
+from flexmod.backends import decoding, triton
 from flexmod.backends import options as kernel_options
-from flexmod.backends import triton
 from flexmod.backends.arguments import BackwardInputs, Operands, Problem, incoming, operands
 from flexmod.backends.captured import write_gradients
 from flexmod.backends.hopper import HopperFamily
@@ -240,10 +240,14 @@ class Generated:
     def _compile(self, problem: Problem, tensors: Tensors, *, backward: bool, **asked: Any) -> PlannedCall:
         """Compiles the mods of a call. `asked`: further fields of the PlannedCall."""
         q, k, v = _query_key_value(tensors, backward)
-        extents = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        score = compile_mod(problem.score.graph, extents) if problem.score else None
-        mask = compile_mod(problem.mask.traced.graph, extents) if problem.mask else None
-        spec = triton.kernel_spec(q, k, v, problem, backward=backward)
+        few = None if backward else decoding.decoding(q, k, problem, keep=asked["keep"])
+        group = 1 if few is None else few.group
+        extents = (q.shape[0], q.shape[1] // group, q.shape[2] * group, k.shape[2])
+        score, mask = (
+            compile_mod(decoding.packed_graph(graph, group, q.shape[2]), extents) if graph else None
+            for graph in (problem.score and problem.score.graph, problem.mask and problem.mask.traced.graph)
+        )
+        spec = triton.kernel_spec(q, k, v, problem, backward=backward, few=few)
         grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
         lowered = (score.lowered if score else None, mask.lowered if mask else None)
         tensors_of_score = problem.score.tensors if problem.score else ()

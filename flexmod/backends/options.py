@@ -104,7 +104,7 @@ _BLOCK = Option("a power of two, 16 or more", _power_of_two)
 # In the order of FlexKernelOptions: numbers without a row below are sides of tiles.
 OPTIONS: dict[str, Option] = {
     **{name: _FLAG if kind is bool else _BLOCK for name, kind in get_type_hints(FlexKernelOptions).items()},
-    "BACKEND": _one_of("AUTO", "TRITON", "INTERPRET", "REFERENCE"),
+    "BACKEND": _one_of("AUTO", "TRITON", "TRITON_DECODE", "INTERPRET", "REFERENCE"),
     "TEMPLATE": _one_of("auto", "hopper", PORTABLE),
     "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32)),
     "num_stages": Option("a positive integer", _positive),
@@ -113,7 +113,6 @@ OPTIONS: dict[str, Option] = {
     "matrix_instr_nonkdim": Option("0, 4, 16 or 32", _among(0, 4, 16, 32)),
 }
 PREFIXES = ("fwd_", "bwd_")
-_OF_TORCH = {"FLASH": errors.FlashBackendError, "TRITON_DECODE": errors.DecodeBackendError}  # its backends
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ NONE = KernelOptions()
 def parse(options: Mapping[str, Any] | None) -> KernelOptions:
     """Checks names and values, and returns the options.
 
-    Raises UnknownOption, OptionValueError, FlashBackendError, DecodeBackendError.
+    Raises UnknownOption, OptionValueError, FlashBackendError.
     """
     if options is None:
         return NONE
@@ -149,12 +148,14 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
             close = f" Did you mean {known[near[0]]!r}?" if near else ""
             raise errors.UnknownOption(name=name, close=close, known=", ".join(OPTIONS))
         if not option.check(value):
-            if bare == "BACKEND" and isinstance(value, str) and value in _OF_TORCH:
-                raise _OF_TORCH[value]()
+            if bare == "BACKEND" and value == "FLASH":
+                raise errors.FlashBackendError()
             raise errors.OptionValueError(name=name, value=value, accepted=option.accepted)
         if option.names:  # a member of an Enum is a string, but no constant of a compiled graph
             values[name] = option.names[option.names.index(value)]
-    backend = values.pop("BACKEND", "AUTO")
+    backend = values.get("BACKEND", "AUTO")
+    if backend != "TRITON_DECODE":  # which the choice of a kernel reads
+        values.pop("BACKEND", None)
     return KernelOptions(backend, tuple([(k, values[k]) for k in sorted(values)]))
 
 

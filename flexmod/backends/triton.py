@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexmod.backends import decoding
 from flexmod.backends.arguments import (
     Arguments,
     BackwardInputs,
@@ -35,6 +35,7 @@ from flexmod.codegen.kernels import Kernels, ModText
 from flexmod.codegen.spec import (
     FLOAT8,
     LARGE,
+    Decoding,
     Direction,
     KernelName,
     KernelSpec,
@@ -64,8 +65,10 @@ class Found(NamedTuple):
     sums: Sums
 
 
-def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: bool) -> KernelSpec:
-    """Returns the KernelSpec of a call."""
+def kernel_spec(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: bool, few: Decoding | None = None
+) -> KernelSpec:
+    """Returns the KernelSpec of a call; `few`: see `decoding.decoding`."""
     mask, out_dtype = problem.mask, problem.out_dtype
     return KernelSpec(
         q_dtype=q.dtype,
@@ -83,6 +86,7 @@ def kernel_spec(q: Tensor, k: Tensor, v: Tensor, problem: Problem, *, backward: 
         out_dtype=None if out_dtype is q.dtype else out_dtype,
         value_scale=problem.value_scale is not None,
         short=short_length(q, k, v, dict(problem.options), "backward" if backward else "forward"),
+        decoding=few,
     )
 
 
@@ -102,9 +106,14 @@ def short_length(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], di
 
 @lru_cache(cache.KEPT)
 def of_half_values(kernels: Kernels) -> Kernels:
-    """Returns the kernels with values in float16 in place of float8, which it holds exactly."""
+    """Returns the kernels with values in float16 in place of float8, which it holds exactly.
+
+    Kernels for few queries read each value once, and convert it themselves.
+    """
     spec = kernels.spec
-    return replace(kernels, spec=replace(spec, v_dtype=torch.float16)) if spec.v_dtype in FLOAT8 else kernels
+    if spec.v_dtype not in FLOAT8 or spec.decoding is not None:
+        return kernels
+    return replace(kernels, spec=replace(spec, v_dtype=torch.float16))
 
 
 def half_values(value: Tensor) -> tuple[Tensor]:
@@ -130,27 +139,29 @@ def forward(
 
     Raises BlockMaskPartsError, like `mask_arguments`.
     """
-    batch, heads, length, _ = call.extents
-    out, lse, max_scores, *kept = made = call.results(writer, kernels.kept, want_max, keep)
+    made = call.results(writer, kernels.kept, want_max, keep)
+    target = decoding.begin(writer, kernels, call, made)
+    call = target.call
     value = call.v
-    if value.dtype in FLOAT8:
+    if value.dtype != kernels.spec.v_dtype:
         value = Place("half_value", value.shape, contiguous(value.shape), torch.float16)
         writer.call(half_values, (call.v,), (value,))
     arguments = {
         **strided("Q", "q", "m", call.q),
         **strided("K", "k", "n", call.k),
         **strided("V", "v", "n", value),
-        **strided("OUT", "o", "m", out),
-        "LSE": lse,
-        "MAX_SCORES": max_scores,
-        **dict(zip_longest(kernels.kept, kept)),
+        **strided("OUT", "o", "m", target.out),
+        "MAX_SCORES": target.max_scores,
+        **target.statistics,
         **mask_arguments(writer, call.mask, "kv"),
         **kernels.mod_arguments("forward", call.score_captured, call.mask_captured),
         **value_scale_arguments(call.value_scale),
         **sizes(call),
     }
     tile = tiles["forward"]
-    writer.launch(kernels, "forward", grid(batch, heads, length, tile.block_m), arguments, tile)
+    _, heads, length, _ = call.extents
+    writer.launch(kernels, "forward", grid(target.entries, heads, length, tile.block_m), arguments, tile)
+    decoding.finish(writer, kernels, target, made)
     return made
 
 

@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 
 from flexmod import errors
 from flexmod.backends.arguments import Forward
+from flexmod.backends.decoding import has_few
 from flexmod.backends.options import KernelOptions
 from flexmod.calls import checks
 from flexmod.codegen.spec import FLOAT8, SCALE_BLOCK
@@ -157,7 +158,7 @@ def lowered(
     key, value = new_key, new_value
     by_block = scale is not None and scale.dim() == 3
     on_gpu = query.device.type == "cuda" and options.backend != "REFERENCE"
-    kept = on_gpu and query.dtype in FLOAT8 and _multiplies(query.device)
+    kept = on_gpu and _multiplies(query.device) and (query.dtype in FLOAT8 or has_few(query, key))
     if not kept:
         query, key = (x if x.dtype == dtype else _dequantized(x, None, dtype) for x in (query, key))
     if not kept or by_block:

@@ -382,8 +382,8 @@ def backend_of(options: KernelOptions, query: Tensor) -> str:
         if kind != "cpu":
             raise errors.BackendDeviceError(backend="INTERPRET", wanted="cpu", device=query.device)
         return "interpret"
-    if options.backend == "TRITON" and kind != "cuda":
-        raise errors.BackendDeviceError(backend="TRITON", wanted="cuda", device=query.device)
+    if options.backend.startswith("TRITON") and kind != "cuda":
+        raise errors.BackendDeviceError(backend=options.backend, wanted="cuda", device=query.device)
     return "triton" if kind == "cuda" else "cpu"
 
 

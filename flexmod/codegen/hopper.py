@@ -128,6 +128,8 @@ def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
         return f"head dimensions of {spec.head_dim} and {spec.value_dim}: the tiles are 64 wide"
     if spec.short:
         return "a short call: small tiles of the portable kernels take less time"
+    if spec.decoding is not None:
+        return "few queries: portable kernels share the keys of a tile among programs"
     if spec.mask_block is not None:
         rows, columns = (128, 64) if direction == "forward" else (64, 64 if wide(spec) else 128)
         if spec.mask_block[0] % rows or spec.mask_block[1] % columns:

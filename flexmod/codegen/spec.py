@@ -21,7 +21,6 @@ import torch
 from flexmod.errors import BlockSizeError, OptionValueError
 from flexmod.errors.base import counted
 from flexmod.ir.exponents import is_small
-from flexmod.ir.ops import HALF
 
 Direction = Literal["forward", "backward"]
 KernelName = Literal["forward", "delta", "dq", "dkdv", "diagonal", "scatter"]
@@ -33,6 +32,19 @@ SCALE_BLOCK = 128
 
 # tl.dot needs at least 16 on each side, and a block of the mask is a whole number of tiles.
 SMALLEST_TILE = 16
+
+
+class Decoding(NamedTuple):
+    """How kernels compute few queries on many keys.
+
+    One tile has all queries of `group` heads that share keys: row g * M + m is query m of head g. There are
+    at most `rows`. `split`: PARTS programs share the keys of a tile. Each leaves its part of the output in
+    float32, and `combine_kernel` merges them.
+    """
+
+    rows: int
+    group: int
+    split: bool
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class KernelSpec:
                             `variant.pair_tile`
         short               a call has at most so many queries and keys, see `triton.short_length`; 0 if
                             there may be more
+        decoding            a call has few queries, see `backends/decoding.py`; None if there may be more
 
     Only the backward sets `shared_kv`. Only queries in float8 have an `out_dtype`.
     """
@@ -71,6 +84,12 @@ class KernelSpec:
     value_scale: bool = False
     pair_tile: int | None = None
     short: int = 0
+    decoding: Decoding | None = None
+
+    @property
+    def split(self) -> bool:
+        """Do several programs share the keys of a tile of queries?"""
+        return self.decoding is not None and self.decoding.split
 
     @property
     def exact(self) -> bool:
@@ -98,9 +117,9 @@ class KernelSpec:
     @property
     def weight_dtype(self) -> torch.dtype:
         """The dtype of the weights in their product with the values. float16 holds float8 exactly."""
-        if self.q_dtype not in FLOAT8:
-            return self.q_dtype
-        return self.v_dtype if self.v_dtype in HALF else torch.float16
+        if self.v_dtype in FLOAT8:
+            return torch.float16
+        return self.v_dtype if self.q_dtype in FLOAT8 else self.q_dtype
 
     @property
     def head_tile(self) -> int:
@@ -245,6 +264,10 @@ _TF32: _Table = {
 _SMALL: dict[KernelName, tuple[int, int, int, int]] = {
     "forward": (64, 64, 4, 3), "dq": (64, 32, 4, 2), "dkdv": (32, 64, 4, 2)
 }  # fmt: skip
+# First for few queries: BLOCK_N, warps and stages by the padded head dimension of keys in a half type. Programs
+# share the keys of a tile, or one has all of them.
+_DECODING = {64: (128, 4, 3), 128: (64, 4, 3), 256: (64, 4, 2), 512: (32, 4, 2)}
+_DECODING_WHOLE = {**_DECODING, 128: (128, 4, 2)}
 # float32 products without tensor cores: a thread keeps whole rows of its operands, and spills soon. On AMD's
 # chips a thread has twice the registers with four warps as with eight.
 _IEEE: _Table = {
@@ -307,7 +330,11 @@ def ladder(
     widest = max(spec.head_tile, spec.value_tile)
     rows = table[_like(kernel)][min(max(widest, 64), 512)]
     small = _SMALL.get(_like(kernel))
-    if small and (spec.short or table is _HALF and kernel == "forward" and widest <= 32):
+    if spec.decoding is not None:
+        sides = _DECODING if spec.split else _DECODING_WHOLE
+        column = widest * spec.k_dtype.itemsize // 2  # of a half type
+        rows = ((spec.decoding.rows, *sides[min(max(column, 64), 512)]), *rows)
+    elif small and (spec.short or table is _HALF and kernel == "forward" and widest <= 32):
         rows = (small, *rows)
     if waits_for_score:
         rows = tuple((*row[:3], 1) for row in rows)

@@ -21,8 +21,11 @@ class FlashBackendError(FlexmodError, NotImplementedError):
 
 
 class DecodeBackendError(FlexmodError, NotImplementedError):
-    what = 'BACKEND="TRITON_DECODE" asks for a decoding kernel, which flexmod does not have yet.'
-    instead = "leave BACKEND out: one query runs through the usual kernel."
+    what = 'BACKEND="TRITON_DECODE" cannot run this call: {why}.'
+    instead = (
+        "leave BACKEND out: flexmod takes this kernel for up to 64 queries in float16 or bfloat16 on more than "
+        "64 keys, without gradients, unless others take less time."
+    )
 
 
 class BackendDeviceError(FlexmodError, ValueError):

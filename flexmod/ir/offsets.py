@@ -239,17 +239,20 @@ def of_call(
     Raises OffsetMismatchError if the arguments differ from the mask's offsets, and every error of `stated`.
     None agrees with any offset.
     """
-    whole = isinstance(query, Tensor) and query.dim() == 4
-    batch, device = (query.shape[0], query.device) if whole else (None, None)
-    own = stated(q_offset, kv_offset, batch, device, "query")
+    own, given = None, not (q_offset is kv_offset is None)
+    if given:
+        whole = isinstance(query, Tensor) and query.dim() == 4
+        batch, device = (query.shape[0], query.device) if whole else (None, None)
+        own = stated(q_offset, kv_offset, batch, device, "query")
     if not masked:
         return own
-    own, known = own or NO_OFFSETS, of_mask or NO_OFFSETS
-    if q_offset is None:
-        own = replace(own, q_offset=known.q_offset, q_start=known.q_start, rows=known.rows)
-    if kv_offset is None:
-        own = replace(own, kv_offset=known.kv_offset)
-    own.check_agrees(of_mask, "the call")
+    if given:
+        own, known = own or NO_OFFSETS, of_mask or NO_OFFSETS
+        if q_offset is None:
+            own = replace(own, q_offset=known.q_offset, q_start=known.q_start, rows=known.rows)
+        if kv_offset is None:
+            own = replace(own, kv_offset=known.kv_offset)
+        own.check_agrees(of_mask, "the call")
     if of_mask is not None and not torch.compiler.is_compiling():
         of_mask.check_values()
     return of_mask

@@ -21,7 +21,7 @@ from flexmod import explain
 from flexmod.codegen import compiler
 from flexmod.codegen.kernels import ModText, Parameter
 from flexmod.codegen.render import _environment, parameters, render
-from flexmod.codegen.spec import KernelSpec
+from flexmod.codegen.spec import Decoding, KernelSpec
 
 HALF = KernelSpec(torch.bfloat16, torch.bfloat16, torch.bfloat16, 64, 64, mask_block=(128, 128))
 SINGLE = KernelSpec(torch.float32, torch.float32, torch.float32, 80, 64)
@@ -67,6 +67,11 @@ BOUNDED = replace(SOFTCAP, bounds=(-20.0, 20.0))
 
 def test_golden_bounded_forward(golden: Callable[[str, str], None]) -> None:
     golden(render(HALF, BOUNDED, CAUSAL), "bounded_forward.txt")
+
+
+def test_golden_decoding(golden: Callable[[str, str], None]) -> None:
+    """Programs share the keys of a tile, by runs of blocks."""
+    golden(render(replace(HALF, decoding=Decoding(16, 4, True)), ALIBI, CAUSAL), "decoding_forward.txt")
 
 
 @pytest.mark.parametrize("block", [None, 128])

@@ -31,6 +31,40 @@ def test_a_tile_lies_where_its_strides_say(order: tuple[int, ...], device: torch
     assert torch.equal(out, x[1, 2, 5:9])
 
 
+PARTS_OF_RUNS = """
+
+@triton.jit
+def run(OUT, ROW, RUNS, PARTS, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    part = tl.program_id(0)
+    steps, run, start, stop = first_of_runs(ROW, RUNS, 0, TILE, BLOCK)
+    steps, run, start, stop = part_of_runs(part, PARTS, steps, run, start, stop, TILE, BLOCK)
+    for step in range(0, steps):
+        tl.store(OUT + start // TILE, part)
+        run, start, stop = next_of_runs(step, steps, run, start, stop, TILE, BLOCK)
+"""
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("runs", [[], [(0, 1)], [(2, 9)], [(0, 2), (3, 4), (6, 11)], [(1, 2), (4, 5)]])
+def test_parts_have_all_tiles_of_runs_once(
+    runs: list[tuple[int, int]], parts: int, device: torch.device
+) -> None:
+    """Equal numbers of tiles, in order, but for the last parts. A block has two tiles."""
+    row = torch.tensor([sum(stop - start for start, stop in runs), len(runs), 0], dtype=torch.int32)
+    spans = torch.tensor(runs or [(0, 0)], dtype=torch.int32)
+    out = torch.full((24,), -1, dtype=torch.int32, device=device)
+    given = {"PARTS": parts, "TILE": 16, "BLOCK": 32}
+    kernel(loaded("attention", PARTS_OF_RUNS), "run", out)[(parts,)](
+        out, row.to(device), spans.to(device), **given
+    )
+    tiles = [tile for start, stop in runs for tile in range(2 * start, 2 * stop)]
+    each = -(-len(tiles) // parts)
+    expected = torch.full((24,), -1, dtype=torch.int32)
+    for number, tile in enumerate(tiles):
+        expected[tile] = number // each
+    assert torch.equal(out.cpu(), expected)
+
+
 PLACE = """
 
 @triton.jit

@@ -83,6 +83,28 @@ def next_of_runs(step, steps, run, start, stop, TILE: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
+def part_of_steps(part, PARTS, steps):
+    """The first step of a part, and the one after its last; (0, 0) for an empty part."""
+    each = (steps + PARTS - 1) // PARTS
+    first = part * each
+    stop = tl.minimum(first + each, steps)
+    return tl.where(first < stop, first, 0), tl.where(first < stop, stop, 0)
+
+
+@triton.jit
+def part_of_runs(part, PARTS, steps, run, start, stop, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of the tiles in a row's runs: how many, and the first one, as `first_of_runs` gives them."""
+    before, last = part_of_steps(part, PARTS, steps)
+    steps = last - before
+    while start + before * TILE >= stop and before > 0:
+        before -= (stop - start) // TILE
+        run += 2
+        start = tl.load(run) * BLOCK
+        stop = tl.load(run + 1) * BLOCK
+    return steps, run, start + before * TILE, stop
+
+
+@triton.jit
 def tile_at(
     tensor, stride_b, stride_h, stride_m, stride_d, batch, head, start, ROWS: tl.constexpr, DIMS: tl.constexpr
 ):
@@ -159,6 +181,53 @@ def statistics_kernel(
             tl.store(ROW_MAXIMA + statistics, row_max, mask=rows < PITCH)
             tl.store(LARGE + heads_before, 1.0, mask=tl.max(large.to(tl.int32), 0) > 0)
         tl.store(LSE2 + statistics, tl.where(dead, float("inf"), lse2), mask=rows < PITCH)
+
+
+@triton.jit(do_not_specialize=["HQ", "M", "PARTS"])
+def combine_kernel(
+    PART_OUT,  # [B, PARTS, HQ, M, DV] float32
+    ROW_MAX, REST, PART_MAX,  # [B, PARTS, HQ, M] float32, as the forward leaves them; PART_MAX may be None
+    OUT, stride_ob, stride_oh, stride_om, stride_od,  # [B, HQ, M, DV]
+    LSE,  # [B, HQ, M] float32, natural logarithm
+    MAX_SCORES,  # [B, HQ, M] float32, or None
+    unit,  # a score is so many times as large as ROW_MAX
+    HQ, M, PARTS,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,  # columns at a time
+    MOST: tl.constexpr,  # parts
+):
+    """Merges the parts of a query by their lse in base 2, which is ROW_MAX * unit * LOG2E + REST."""
+    batch, head, row = tile_of_queries(HQ, M, 1, LAST_FIRST=False)
+    parts = tl.arange(0, MOST)
+    there = parts < PARTS
+    of_parts = ((tl.cast(batch, tl.int64) * PARTS + parts) * HQ + head) * M + row  # [MOST]
+    rest = tl.load(REST + of_parts, mask=there, other=float("inf"))
+    row_max = tl.load(ROW_MAX + of_parts, mask=there, other=0.0)
+    alive = rest != float("inf")
+    # The difference of two large scores is exact; two large lse would lose it.
+    base = tl.max(tl.where(alive, row_max, float("-inf")), 0)
+    dead = base == float("-inf")
+    base = tl.where(dead, 0.0, base)
+    lse2 = tl.where(alive, (row_max - base) * (unit * LOG2E) + rest, float("-inf"))
+    shift = tl.where(dead, 0.0, tl.max(lse2, 0))
+    weights = tl.exp2(lse2 - shift)  # [MOST]
+    total = tl.where(dead, 1.0, tl.sum(weights, 0))
+    weights = weights / total
+    for first in range(0, DV, WIDTH):
+        dims = first + tl.arange(0, WIDTH)
+        inside = dims < DV
+        tile = PART_OUT + of_parts[:, None] * DV + dims[None, :]  # [MOST, WIDTH]
+        part_out = tl.load(tile, mask=there[:, None] & inside[None, :], other=0.0)
+        out = tl.sum(part_out * weights[:, None], 0)
+        to = OUT + tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
+        to += row * stride_om + dims * stride_od
+        tl.store(to, out.to(OUT.dtype.element_ty), mask=inside)
+    place = (tl.cast(batch, tl.int64) * HQ + head) * M + row
+    lse = base * unit + (shift + tl.log2(total)) * 0.6931471805599453
+    tl.store(LSE + place, tl.where(dead, float("-inf"), lse))
+    if MAX_SCORES is not None:
+        largest = tl.load(PART_MAX + of_parts, mask=there, other=float("-inf"))
+        tl.store(MAX_SCORES + place, highest_float(largest))
 
 
 @triton.jit

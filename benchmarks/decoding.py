@@ -1,0 +1,182 @@
+"""Times of one or a few queries on many keys, as in decoding, beside torch's flex_attention and SDPA.
+
+    python -m benchmarks.decoding [--rows NAME ...] [--rounds 3]
+
+No gradients. The queries are the last positions of the keys. Keys and values in bfloat16, but for "float8".
+The limit is the memory: GB/s counts keys and values that the mask leaves, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+import flexmod
+from benchmarks.dense import Mods
+from benchmarks.gpu_time import milliseconds, wait_for
+from benchmarks.measure_row import compiled_flex, noted
+from flexmod import mods
+
+PEERS = ("flexmod", "flex", "SDPA")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: a call of `queries` on `keys` of each batch entry. `kept`: keys that a query attends to."""
+
+    name: str
+    batch: int
+    heads: int
+    kv_heads: int
+    keys: int
+    queries: int = 1
+    dim: int = 128
+    mods: Callable[[Row], Mods] = lambda row: Mods()
+    kept: int = 0
+    float8: bool = False
+
+
+def causal(row: Row) -> Mods:
+    first = row.keys - row.queries
+    return Mods(mask_mod=lambda b, h, q_idx, kv_idx: q_idx + first >= kv_idx)
+
+
+def window(row: Row, size: int = 1024) -> Mods:
+    first = row.keys - row.queries
+    return Mods(
+        mask_mod=lambda b, h, q_idx, kv_idx: (q_idx + first >= kv_idx) & (q_idx + first - kv_idx < size)
+    )
+
+
+def lengths(row: Row) -> Mods:
+    """A cache in which each batch entry has its own number of keys, 3/4 of them on average."""
+    steps = torch.arange(row.batch, device="cuda", dtype=torch.int32)
+    last = row.keys // 2 + (steps + 1) * (row.keys // 2 // row.batch) - 1
+    return Mods(mask_mod=lambda b, h, q_idx, kv_idx: kv_idx <= last[b])
+
+
+def alibi(row: Row) -> Mods:
+    first = row.keys - row.queries
+    slopes = torch.exp2(-8.0 * torch.arange(1, row.heads + 1, device="cuda") / row.heads)
+    return Mods(lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx - first))
+
+
+def softcap(row: Row) -> Mods:
+    return Mods(mods.softcap(20.0))
+
+
+ROWS = [
+    Row("1 x 1024", 1, 32, 8, 1024),
+    Row("1 x 8192", 1, 32, 8, 8192),
+    Row("1 x 65536", 1, 32, 8, 65536),
+    Row("8 x 4096", 8, 32, 8, 4096),
+    Row("8 x 32768", 8, 32, 8, 32768),
+    Row("64 x 2048", 64, 32, 8, 2048),
+    Row("64 x 8192", 64, 32, 8, 8192),
+    Row("16 x 32768, 64/8", 16, 64, 8, 32768),
+    Row("128 x 2048, 16/16", 128, 16, 16, 2048),
+    Row("8 x 8192, 32/1", 8, 32, 1, 8192),
+    Row("D64, 8 x 8192", 8, 32, 8, 8192, dim=64),
+    Row("D256, 8 x 8192, 16/4", 8, 16, 4, 8192, dim=256),
+    Row("4 queries, causal, 8 x 8192", 8, 32, 8, 8192, 4, mods=causal),
+    Row("16 queries, causal, 8 x 8192", 8, 32, 8, 8192, 16, mods=causal),
+    Row("64 queries, causal, 8 x 8192", 8, 32, 8, 8192, 64, mods=causal),
+    Row("window 1024, 8 x 32768", 8, 32, 8, 32768, mods=window, kept=1024),
+    Row("own lengths, 16 x 16384", 16, 32, 8, 16384, mods=lengths, kept=12288),
+    Row("ALiBi, 8 x 8192", 8, 32, 8, 8192, mods=alibi),
+    Row("soft-cap, 8 x 8192", 8, 32, 8, 8192, mods=softcap),
+    Row("float8 keys and values, 8 x 8192", 8, 32, 8, 8192, float8=True),
+]
+
+
+def tensors(row: Row) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (row.heads, row.queries), (row.kv_heads, row.keys), (row.kv_heads, row.keys)
+    query, key, value = (
+        torch.randn(row.batch, heads, length, row.dim, device="cuda", dtype=torch.bfloat16)
+        for heads, length in sizes
+    )
+    if row.float8:
+        key, value = key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn)
+    return query, key, value
+
+
+def calls(row: Row, faults: dict[str, str]) -> dict[str, Callable[[], Any]]:
+    """The calls of each peer that has the row, compiled."""
+    query, key, value = tensors(row)
+    mods = row.mods(row)
+    found: dict[str, Callable[[], Any]] = {}
+    with noted(faults, "flexmod"):
+        mask = _mask(flexmod.create_block_mask, row, mods)
+        found["flexmod"] = partial(
+            flexmod.flex_attention, query, key, value, mods.score_mod, mask, enable_gqa=True
+        )
+    compiled, create = compiled_flex()
+    with noted(faults, "flex"):
+        of_torch = _mask(create, row, mods)
+        flex = partial(compiled, query, key, value, mods.score_mod, of_torch, enable_gqa=True)
+        flex()
+        found["flex"] = flex
+    if mods == Mods() and not row.float8:
+        found["SDPA"] = partial(
+            torch.nn.functional.scaled_dot_product_attention, query, key, value, enable_gqa=True
+        )
+    truth = flexmod.flex_attention(
+        query.double(), key.double(), value.double(), mods.score_mod, mask, enable_gqa=True,
+        kernel_options={"BACKEND": "REFERENCE"},
+    )  # fmt: skip
+    for name, call in found.items():
+        faults[f"{name}'s error"] = f"{((call().double() - truth).norm() / truth.norm()).item():.1e}"
+    return found
+
+
+def _mask(create: Callable[..., Any], row: Row, mods: Mods) -> Any:
+    if mods.mask_mod is None:
+        return None
+    batch = row.batch if mods.mask_mod.__qualname__.startswith("lengths") else None
+    return create(mods.mask_mod, batch, None, row.queries, row.keys, device="cuda")
+
+
+def line(row: Row, rounds: int) -> list[str]:
+    notes: dict[str, str] = {}
+    with torch.no_grad():
+        found = calls(row, notes)
+        wait = max(map(wait_for, found.values()))
+        times: dict[str, list[float]] = {name: [] for name in found}
+        for name in rounds * tuple(found):
+            times[name].append(milliseconds(found[name], wait))
+    ms = {name: statistics.median(each) for name, each in times.items()}
+    read = 2 * row.batch * row.kv_heads * (row.kept or row.keys) * row.dim * (1 if row.float8 else 2)
+    own = ms["flexmod"]
+    ratios = [f"{own / ms[peer]:.2f}" if peer in ms else "-" for peer in PEERS[1:]]
+    cells = [f"{ms[peer] * 1e3:.1f}" if peer in ms else "-" for peer in PEERS]
+    errors = [notes.get(f"{peer}'s error", "-") for peer in PEERS[:2]]
+    return [row.name, *cells, *ratios, f"{read / own / 1e6:.0f}", *errors]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="+", metavar="NAME", choices=[row.name for row in ROWS])
+    parser.add_argument("--rounds", type=int, default=3, help="turns that each peer takes at each row")
+    options = parser.parse_args()
+    header = ["batch x keys", *(f"{peer}, µs" for peer in PEERS), *(f"to {peer}" for peer in PEERS[1:])]
+    header += ["GB/s", "error", "flex's"]
+    rows = [row for row in ROWS if not options.rows or row.name in options.rows]
+    lines = []
+    for row in rows:
+        lines.append(line(row, options.rounds))
+        print(lines[-1], flush=True)
+    print(tabulate(lines, header, tablefmt="github", disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Plans a forward of few queries on many keys, as in decoding, by the portable kernels.
+
+A tile of such a call is mostly empty, and its programs are few. So the queries of all heads that share keys
+become the rows of one tile, and several programs share the keys of a tile. For queries [B, HQ, M, D] and keys
+[B, HKV, N, D], the kernels see queries [B, HKV, HQ / HKV * M, D]; the mods' graphs map a row back to its head
+and its position. Each program writes its part of the output, and `combine_kernel` merges the parts.
+
+Source: Dao et al., Flash-Decoding for long-context inference, 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from torch import Tensor, int32
+
+from flexmod import errors
+from flexmod.backends.arguments import Operands, Problem, processors, strided
+from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.spec import Decoding, option, padded
+from flexmod.errors.base import counted
+from flexmod.ir.graph import Graph, GraphBuilder, Node, dtype_name, rebuild
+from flexmod.ir.ops import HALF
+from flexmod.runtime import config
+from flexmod.runtime.plan import Extent, Place, PlanWriter, Size, cdiv, if_several, least
+
+BACKEND = "TRITON_DECODE"  # the kernel option BACKEND that asks for this
+MOST_ROWS = 64  # of a tile
+# Of wide heads with more rows, or of so many tiles, the products take longer than reading the keys.
+FEW_ROWS, FEW_TILES = 16, 64
+SHORTEST = 64  # in a call with up to so many keys one program has them all
+# Up to WHOLE keys a program has all of them. A part has LEAST keys or more, in a deterministic call EQUAL keys.
+WHOLE, LEAST, EQUAL, MOST_PARTS = 512, 128, 512, 128
+PROGRAMS = 2  # for each processor
+WIDTH = 64  # columns of the output that a program merges at a time
+OTHERS = ("TEMPLATE", "tuned", "FORCE_USE_FLEX_ATTENTION")  # options that ask for other kernels
+
+
+def decoding(q: Tensor, k: Tensor, problem: Problem, *, keep: bool) -> Decoding | None:
+    """Returns how kernels compute a call of few queries; None for another call.
+
+    `keep`: the call keeps results for a backward. Raises DecodeBackendError if the options ask for these
+    kernels, and the call is another one.
+    """
+    options = dict(problem.options)
+    why = "gradients are wanted" if keep else _obstacle(q, k, options)
+    if why is not None:
+        if options.get("BACKEND") == BACKEND:
+            raise errors.DecodeBackendError(why=why)
+        return None
+    group = _group(q, k, problem.mask)
+    programs, keys = q.shape[0] * q.shape[1] // group, k.shape[2]
+    several = keys > WHOLE and _parts(options, programs, keys, processors(q.device)) > 1
+    return Decoding(padded(group * q.shape[2]), group, several)
+
+
+def _obstacle(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> str | None:
+    """Returns why a call is not one of few queries, or None if it is."""
+    few_tiles = q.shape[0] * q.shape[1] <= FEW_TILES and not _is_deterministic(options)
+    if not has_few(q, k, few_tiles):
+        queries = f"{counted(q.shape[2], 'query')} in {dtype_name(q.dtype)}"
+        return f"it has {queries} and {counted(k.shape[2], 'key')}"
+    for name in OTHERS:
+        if option(options, "forward", name, False) not in (False, "auto"):
+            return f"kernel option {name} asks for other kernels"
+    return "FLEXMOD_CHECK_BOUNDS asks for checks" if config.check_bounds() else None
+
+
+def has_few(q: Tensor, k: Tensor, few_tiles: bool = False) -> bool:
+    """Returns whether there are few queries [B, HQ, M, D] of a half type on many keys [B or 1, HKV, N, D].
+
+    `few_tiles`: there are few heads of all batch entries.
+    """
+    _, heads, length, dim = q.shape
+    if q.dtype not in HALF or length > MOST_ROWS or k.shape[2] <= SHORTEST or not q.numel():
+        return False
+    shared = heads > k.shape[1] and 2 * length <= MOST_ROWS
+    return length <= FEW_ROWS or dim <= 64 or shared or few_tiles
+
+
+def _is_deterministic(options: Mapping[str, Any]) -> bool:
+    """Returns whether the bits of a batch entry must not depend on the others."""
+    return bool(option(options, "forward", "deterministic", False))
+
+
+def _group(q: Tensor, k: Tensor, mask: MaskSnapshot | None) -> int:
+    """Returns how many heads become rows of one tile: they share keys and mask, and have one stride."""
+    length, heads = q.shape[2], q.shape[1] // k.shape[1]
+    together = length == 1 or q.stride(1) == length * q.stride(2)
+    if not together or mask is not None and not _is_one_row(mask):
+        return 1
+    most = MOST_ROWS if mask is None else math.gcd(MOST_ROWS, mask.BLOCK_SIZE[0])
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or padded(n * length) <= most))
+
+
+def _is_one_row(mask: MaskSnapshot) -> bool:
+    """Returns whether all queries of all heads read the same row of blocks."""
+    runs = mask.storage.runs("kv")
+    of_rows = [runs.rows] if runs else [x for x in map(mask.storage.list, ROW_COUNTS) if x is not None]
+    return all((x.shape[1] == 1 or x.stride(1) == 0) and x.shape[2] == 1 for x in of_rows)
+
+
+ROW_COUNTS = ("kv_num_blocks", "full_kv_num_blocks")
+
+
+def _parts(options: Mapping[str, Any], programs: Any, keys: Any, processors: Any) -> Any:
+    """Returns the number of programs that share a tile's keys, for integers or `Size`s; 0 for one."""
+    if _is_deterministic(options):
+        return least(cdiv(keys, EQUAL), MOST_PARTS)
+    return least(least(cdiv(keys, LEAST), MOST_PARTS), PROGRAMS * processors // programs)
+
+
+def packed_graph(graph: Graph, group: int, length: int) -> Graph:
+    """Returns a mod's graph for rows of `group` heads with `length` queries each."""
+
+    def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        if not (node.is_input("h") or node.is_input("q_idx")):
+            return None
+        row = builder.input("q_idx", node.dtype)  # type: ignore[arg-type]
+
+        def of(op: str, one: Node, number: int) -> Node:
+            return builder.node(op, (one, builder.const(number, int32)), node.dtype)
+
+        if node.is_input("q_idx"):
+            return builder.const(0, int32) if length == 1 else of("remainder", row, length)
+        member = row if length == 1 else of("floor_divide", row, length)
+        head = of("mul", builder.input("h", node.dtype), group)  # type: ignore[arg-type]
+        return builder.node("add", (head, member), node.dtype)
+
+    return graph if group == 1 else rebuild(graph, change)
+
+
+class FewQueries(NamedTuple):
+    """What the forward's kernel reads and writes, and the batch entries of its grid."""
+
+    call: Operands
+    out: Place
+    max_scores: Place | None
+    statistics: Mapping[str, object]
+    entries: Extent
+
+
+def begin(writer: PlanWriter, kernels: Kernels, call: Operands, made: Sequence[Place | None]) -> FewQueries:
+    """Returns what a forward kernel reads and writes for the results `made`; `finish` follows its launch."""
+    out, lse, max_scores, *kept = made
+    assert out is not None
+    how = kernels.spec.decoding
+    group = how.group if how else 1
+    call = replace(call, q=packed(call.q, group))
+    batch, heads, length, keys = call.extents
+    if how is None or not how.split:
+        statistics = {"LSE": lse, **dict(zip_longest(kernels.kept, kept))}
+        return FewQueries(call, packed(out, group), max_scores, statistics, batch)
+    parts = _parts(kernels.options, batch * heads, keys, Size("PROCESSORS"))
+    shape = (batch, parts, heads, length)
+    row_max, rest = writer.empty("row_max", shape), writer.empty("rest", shape)
+    part_max = None if max_scores is None else writer.empty("part_max", shape)
+    part_out = writer.empty("part_out", (*shape, out.shape[3]))
+    flat = replace(part_out, shape=(batch * parts, *part_out.shape[2:]), strides=part_out.strides[1:])
+    statistics = {"ROW_MAX": row_max, "REST": rest, "PARTS": parts}
+    return FewQueries(call, flat, part_max, statistics, batch * parts)
+
+
+def finish(
+    writer: PlanWriter, kernels: Kernels, target: FewQueries, made: Sequence[Place | None]
+) -> None:
+    """Writes the launch that merges the parts into the results `made`, if there are parts."""
+    spec, how, call = kernels.spec, kernels.spec.decoding, target.call
+    if how is None or not how.split:
+        return
+    out, lse, max_scores, *_ = made
+    assert out is not None
+    batch, heads, length, _ = call.extents
+    raw = kernels.score is None and spec.positive_scale
+    arguments = {
+        "PART_OUT": target.out,
+        **target.statistics,
+        "PART_MAX": target.max_scores,
+        **strided("OUT", "o", "m", packed(out, how.group)),
+        "LSE": lse,
+        "MAX_SCORES": max_scores,
+        "unit": call.scale if raw else 1.0,
+        "HQ": heads,
+        "M": length,
+        "DV": spec.value_dim,
+        "WIDTH": min(WIDTH, padded(spec.value_dim)),
+        "MOST": MOST_PARTS,
+    }
+    writer.launch(kernels, "combine", batch * heads * length, arguments)
+
+
+def packed(place: Place, group: int) -> Place:
+    """Returns the place of [B, HQ, M, dim] as one of [B, HQ / group, group * M, dim], of the same memory."""
+    if group == 1:
+        return place
+    batch, heads, length, dim = place.shape
+    of_batch, of_head, of_row, of_dim = place.strides
+    return replace(
+        place,
+        shape=(batch, heads // group, group * length, dim),
+        strides=(of_batch, group * of_head, if_several(length, of_row, of_head), of_dim),
+    )

@@ -1,0 +1,81 @@
+"""Few queries on many keys, by the kernels of a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decoding_cases import CASES, check, fill
+
+from flexmod import flex_attention, quantize
+from flexmod.calls.float8 import Scales
+from gpu.poison import poison
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("processors", [132, 1])
+def test_attention(name: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, processors)
+    few = CASES[name]
+    shape = few.batch, few.heads, few.m
+    poison(*(torch.empty(*shape, dim, device="cuda") for dim in (1, few.dims[1])))
+    check(name, "cuda", processors > 1 or None, monkeypatch, BACKEND="TRITON_DECODE")
+
+
+@pytest.mark.parametrize("by", ["tensor", "head", "block"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_float8_keys_and_values(by: str, dtype: torch.dtype) -> None:
+    """Kernels convert them, and read no copy."""
+    q = torch.randn(2, 8, 2, 64, device="cuda", dtype=dtype)
+    (k, of_key), (v, of_value) = (
+        quantize(torch.randn(2, 2, 3000, 64, device="cuda"), by=by) for _ in range(2)
+    )
+    scales = Scales(key=of_key, value=of_value)
+    exact = flex_attention(
+        q.double(), k, v, scales=scales, enable_gqa=True, kernel_options={"BACKEND": "REFERENCE"}
+    )
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = flex_attention(q, k, v, scales=scales, enable_gqa=True)
+    copied = k.nbytes if by == "block" else 0
+    assert torch.cuda.max_memory_allocated() - before < 2 * copied + k.nbytes
+    error = (out.double() - exact).norm() / exact.norm()
+    assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+def tensors() -> tuple[torch.Tensor, ...]:
+    sizes = (8, 1), (2, 9000), (2, 9000)
+    return tuple(torch.randn(2, h, n, 64, device="cuda", dtype=torch.float16) for h, n in sizes)
+
+
+def test_a_cuda_graph_replays_with_new_values() -> None:
+    q, k, v = tensors()
+    flex_attention(q, k, v, enable_gqa=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flex_attention(q, k, v, enable_gqa=True)
+    for x in (q, k, v):
+        x.normal_()
+    graph.replay()
+    assert torch.equal(out, flex_attention(q, k, v, enable_gqa=True))
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_the_same_bits_in_any_batch(queries: int) -> None:
+    """In a deterministic call."""
+    q, k, v = (
+        torch.randn(40, h, n, 64, device="cuda", dtype=torch.bfloat16)
+        for h, n in ((8, queries), (2, 3000), (2, 3000))
+    )
+    options = {"deterministic": True}
+    whole = flex_attention(q, k, v, enable_gqa=True, kernel_options=options)
+    for part in (slice(7, 8), slice(3, 30)):
+        alone = flex_attention(q[part], k[part], v[part], enable_gqa=True, kernel_options=options)
+        assert torch.equal(alone, whole[part])
+
+
+def test_the_same_bits_again() -> None:
+    q, k, v = tensors()
+    first = flex_attention(q, k, v, enable_gqa=True)
+    assert all(torch.equal(first, flex_attention(q, k, v, enable_gqa=True)) for _ in range(20))

@@ -1,0 +1,135 @@
+"""Few queries on many keys: rows of several heads in one tile, and programs that share its keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from decoding_cases import BRAIN, CASES, HALF, check, fill
+from torch import Tensor
+
+from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
+from flexmod.backends.arguments import Problem
+from flexmod.backends.decoding import decoding, packed_graph
+from flexmod.backends.families import INTERPRETED
+from flexmod.codegen.spec import Decoding
+from flexmod.ir.passes import optimize
+from flexmod.ir.trace import trace
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_programs_share_the_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, 40)
+    check(name, "cpu", True, monkeypatch, BACKEND="INTERPRET")
+
+
+@pytest.mark.parametrize("name", ["one query", "three queries", "window", "table", "dead rows"])
+def test_a_program_has_all_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, 1)
+    check(name, "cpu", False, monkeypatch, BACKEND="INTERPRET")
+
+
+def empty(*shape: int, dtype: torch.dtype = BRAIN) -> Tensor:
+    return torch.empty(1, dtype=dtype).expand(shape)
+
+
+PLAIN = Problem(None, None, None, 1.0)
+SAME = Problem(None, None, None, 1.0, (("deterministic", True),))
+FORCED = Problem(None, None, None, 1.0, (("FORCE_USE_FLEX_ATTENTION", True),))
+PORTABLE = Problem(None, None, None, 1.0, (("fwd_TEMPLATE", "portable"),))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dim", "problem", "found"),
+    [
+        # batch, heads, heads of keys, queries, keys
+        ((1, 32, 8, 1, 8192), 128, PLAIN, Decoding(16, 4, True)),
+        ((64, 32, 8, 1, 8192), 128, PLAIN, Decoding(16, 4, False)),
+        ((1, 32, 8, 1, 512), 128, PLAIN, Decoding(16, 4, False)),
+        ((1, 32, 8, 1, 64), 128, PLAIN, None),
+        ((1, 32, 8, 65, 8192), 128, PLAIN, None),
+        ((1, 32, 8, 32, 8192), 128, PLAIN, Decoding(64, 2, True)),
+        ((8, 32, 32, 17, 8192), 128, PLAIN, None),
+        ((8, 32, 32, 16, 8192), 128, PLAIN, Decoding(16, 1, False)),
+        ((8, 32, 32, 17, 8192), 64, PLAIN, Decoding(32, 1, False)),
+        ((2, 32, 32, 17, 8192), 128, PLAIN, Decoding(32, 1, True)),
+        ((64, 32, 8, 1, 8192), 128, SAME, Decoding(16, 4, True)),
+        ((2, 32, 32, 17, 8192), 128, SAME, None),
+        ((1, 32, 8, 1, 8192), 128, FORCED, None),
+        ((1, 32, 8, 1, 8192), 128, PORTABLE, None),
+    ],
+    ids=str,
+)
+def test_which_calls_have_few_queries(
+    sizes: tuple[int, ...], dim: int, problem: Problem, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(monkeypatch, 132)
+    batch, heads, kv_heads, m, n = sizes
+    q, k = torch.empty(batch, heads, m, dim, dtype=BRAIN, device="meta"), empty(batch, kv_heads, n, dim)
+    assert decoding(q, k, problem, keep=False) == found
+    assert decoding(q, k, problem, keep=True) is None
+    assert decoding(q.float(), k, problem, keep=False) is None
+
+
+def test_a_row_knows_its_head_and_position() -> None:
+    def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + h * (q_idx - kv_idx)
+
+    graph = trace(mod, "score").graph
+    assert packed_graph(graph, 1, 3) is graph
+    lines = str(packed_graph(graph, 4, 3)).splitlines()
+    assert [line.split("#")[0].strip() for line in lines] == [
+        "score():",
+        "%0: int32 = mul(h, 4)",
+        "%1: int32 = floor_divide(q_idx, 3)",
+        "%2: int32 = add(%0, %1)",
+        "%3: int32 = remainder(q_idx, 3)",
+        "%4: int32 = sub(%3, kv_idx)",
+        "%5: int32 = mul(%2, %4)",
+        "%6: float32 = add(score, %5)",
+        "return %6",
+    ]
+    single = str(optimize(packed_graph(graph, 4, 1)))
+    assert "add(" in single and "remainder" not in single and "floor_divide" not in single
+
+
+def test_a_nan_stays_in_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(monkeypatch, 40)
+    q, k, v = (torch.randn(1, h, n, 16, dtype=HALF) for h, n in ((4, 1), (2, 700), (2, 700)))
+    k[0, 1, 333] = torch.nan
+    out, aux = flex_attention(
+        q, k, v, enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True),
+        kernel_options={"BACKEND": "INTERPRET"},
+    )  # fmt: skip
+    for result in (out[..., 0], aux.lse, aux.max_scores):
+        assert result.isnan().flatten().tolist() == [False, False, True, True]
+
+
+def test_the_same_call_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the usual kernels, and the same results but for rounding."""
+    fill(monkeypatch, 40)
+    q, k, v = (torch.randn(1, h, n, 16, dtype=HALF) for h, n in ((4, 2), (2, 700), (2, 700)))
+    mask = create_block_mask(masks.causal(), None, None, 2, 700, device="cpu", q_offset=600)
+    options: Any = {"enable_gqa": True, "kernel_options": {"BACKEND": "INTERPRET"}}
+    plain = flex_attention(q, k, v, mods.alibi(4), mask, **options)
+    tracked = flex_attention(q.clone().requires_grad_(), k, v, mods.alibi(4), mask, **options)
+    (gradient,) = torch.autograd.grad(tracked.float().sum(), tracked.grad_fn.next_functions[0][0].variable)
+    assert gradient.isfinite().all()
+    torch.testing.assert_close(tracked.detach(), plain, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("keep", "dtype", "why"),
+    [
+        (True, HALF, "gradients are wanted"),
+        (False, torch.float32, "it has 2 queries in float32 and 700 keys"),
+    ],
+)
+def test_a_call_that_asks_for_these_kernels(keep: bool, dtype: torch.dtype, why: str) -> None:
+    q, k, v = (torch.randn(1, 2, n, 16, dtype=dtype) for n in (2, 700, 700))
+    problem = Problem(None, None, None, 1.0, (("BACKEND", "TRITON_DECODE"),))
+    if keep:
+        INTERPRETED.forward(problem, (q, k, v), want_max=False, keep=False)
+    with pytest.raises(errors.DecodeBackendError, match=f"cannot run this call: {why}"):
+        INTERPRETED.forward(problem, (q, k, v), want_max=False, keep=keep)
