@@ -157,7 +157,8 @@ def line(row: Row, rounds: int) -> list[str]:
     own = ms["flexmod"]
     ratios = [f"{own / ms[peer]:.2f}" if peer in ms else "-" for peer in PEERS[1:]]
     cells = [f"{ms[peer] * 1e3:.1f}" if peer in ms else "-" for peer in PEERS]
-    errors = [notes.get(f"{peer}'s error", "-") for peer in PEERS[:2]]
+    errors = [notes.pop(f"{peer}'s error", "-") for peer in PEERS[:2]]
+    print("\n".join(f"{peer}: {fault[:300]}" for peer, fault in notes.items() if peer in PEERS), end="")
     return [row.name, *cells, *ratios, f"{read / own / 1e6:.0f}", *errors]
 
 
@@ -174,7 +175,7 @@ def main() -> None:
     lines = []
     for row in rows:
         lines.append(line(row, options.rounds))
-        print(lines[-1], flush=True)
+        print(row.name, flush=True)
     print(tabulate(lines, header, tablefmt="github", disable_numparse=True))
 
 

@@ -34,7 +34,7 @@ MOST_ROWS = 64  # of a tile
 # Of wide heads with more rows, or of so many tiles, the products take longer than reading the keys.
 FEW_ROWS, FEW_TILES = 16, 64
 SHORTEST = 64  # in a call with up to so many keys one program has them all
-# Up to WHOLE keys a program has all of them. A part has LEAST keys or more, in a deterministic call EQUAL keys.
+# Up to WHOLE keys a program has all of them. A part has LEAST keys or more, or EQUAL keys in each batch.
 WHOLE, LEAST, EQUAL, MOST_PARTS = 512, 128, 512, 128
 PROGRAMS = 2  # for each processor
 WIDTH = 64  # columns of the output that a program merges at a time

@@ -264,8 +264,8 @@ _TF32: _Table = {
 _SMALL: dict[KernelName, tuple[int, int, int, int]] = {
     "forward": (64, 64, 4, 3), "dq": (64, 32, 4, 2), "dkdv": (32, 64, 4, 2)
 }  # fmt: skip
-# First for few queries: BLOCK_N, warps and stages by the padded head dimension of keys in a half type. Programs
-# share the keys of a tile, or one has all of them.
+# First for few queries: BLOCK_N, warps and stages by the padded head dimension of keys in a half type.
+# Programs share the keys of a tile, or one has all of them.
 _DECODING = {64: (128, 4, 3), 128: (64, 4, 3), 256: (64, 4, 2), 512: (32, 4, 2)}
 _DECODING_WHOLE = {**_DECODING, 128: (128, 4, 2)}
 # float32 products without tensor cores: a thread keeps whole rows of its operands, and spills soon. On AMD's
