@@ -1,9 +1,9 @@
 """Plans a forward of few queries on many keys, as in decoding, by the portable kernels.
 
-A tile of such a call is mostly empty, and its programs are few. So the queries of all heads that share keys
-become the rows of one tile, and several programs share the keys of a tile. For queries [B, HQ, M, D] and keys
-[B, HKV, N, D], the kernels see queries [B, HKV, HQ / HKV * M, D]; the mods' graphs map a row back to its head
-and its position. Each program writes its part of the output, and `combine_kernel` merges the parts.
+A tile of such a call is mostly empty, and its programs are few. So the queries of `group` heads that share
+keys become the rows of one tile: the kernels see queries [B, HQ, M, D] as [B, HQ / group, group * M, D]. The
+mods' graphs map a row back to its head and its position. Several programs share the keys of a tile. Each
+writes its part of the output, and `combine_kernel` merges the parts.
 
 Source: Dao et al., Flash-Decoding for long-context inference, 2023.
 """
