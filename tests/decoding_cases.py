@@ -101,6 +101,7 @@ CASES = {
     "queries inside of heads": Few(m=3, layout="bshd", group=1),
     "half of the heads": Few(m=17, dtype=BRAIN, rows=64, group=2),
     "many queries": Few(m=64, heads=2, kv_heads=1, rows=64, group=1, dims=(64, 64)),
+    "several tiles": Few(m=130, n=530, heads=2, kv_heads=1, rows=64, group=1, mods=last),
     "wide heads": Few(dims=(192, 128), heads=4, kv_heads=1, n=600),
     "odd dims": Few(dims=(24, 40), m=2),
     "causal": Few(m=4, mods=last, batch=2),

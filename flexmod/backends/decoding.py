@@ -1,6 +1,6 @@
 """Plans a forward of few queries on many keys, as in decoding, by the portable kernels.
 
-A tile of such a call is mostly empty, and its programs are few. So the queries of `group` heads that share
+A tile of such a call is mostly empty, or its programs are few. So the queries of `group` heads that share
 keys become the rows of one tile: the kernels see queries [B, HQ, M, D] as [B, HQ / group, group * M, D]. The
 mods' graphs map a row back to its head and its position. Several programs share the keys of a tile. Each
 writes its part of the output, and `combine_kernel` merges the parts.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, int32
 
 from flexmod import errors
-from flexmod.backends.arguments import Operands, Problem, processors, strided
+from flexmod.backends.arguments import Operands, Problem, grid, processors, strided
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Decoding, option, padded
@@ -31,8 +31,7 @@ from flexmod.runtime.plan import Extent, Place, PlanWriter, Size, cdiv, if_sever
 
 BACKEND = "TRITON_DECODE"  # the kernel option BACKEND that asks for this
 MOST_ROWS = 64  # of a tile
-# Of wide heads with more rows, or of so many tiles, the products take longer than reading the keys.
-FEW_ROWS, FEW_TILES = 16, 64
+FEW_ROWS = 16  # with more rows, products of wide heads take longer than reading the keys
 SHORTEST = 64  # in a call with up to so many keys one program has them all
 # Up to WHOLE keys a program has all of them. A part has LEAST keys or more, or EQUAL keys in each batch.
 WHOLE, LEAST, EQUAL, MOST_PARTS = 512, 128, 512, 128
@@ -54,15 +53,15 @@ def decoding(q: Tensor, k: Tensor, problem: Problem, *, keep: bool) -> Decoding 
             raise errors.DecodeBackendError(why=why)
         return None
     group = _group(q, k, problem.mask)
-    programs, keys = q.shape[0] * q.shape[1] // group, k.shape[2]
+    tiles, keys = -(-group * q.shape[2] // MOST_ROWS), k.shape[2]
+    programs = q.shape[0] * q.shape[1] // group * tiles
     several = keys > WHOLE and _parts(options, programs, keys, processors(q.device)) > 1
-    return Decoding(padded(group * q.shape[2]), group, several)
+    return Decoding(min(padded(group * q.shape[2]), MOST_ROWS), group, several)
 
 
 def _obstacle(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> str | None:
     """Returns why a call is not one of few queries, or None if it is."""
-    few_tiles = q.shape[0] * q.shape[1] <= FEW_TILES and not _is_deterministic(options)
-    if not has_few(q, k, few_tiles):
+    if not has_few(q, k, 0 if _is_deterministic(options) else processors(q.device)):
         queries = f"{counted(q.shape[2], 'query')} in {dtype_name(q.dtype)}"
         return f"it has {queries} and {counted(k.shape[2], 'key')}"
     for name in OTHERS:
@@ -71,14 +70,20 @@ def _obstacle(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> str | None:
     return "FLEXMOD_CHECK_BOUNDS asks for checks" if config.check_bounds() else None
 
 
-def has_few(q: Tensor, k: Tensor, few_tiles: bool = False) -> bool:
+def has_few(q: Tensor, k: Tensor, available: int = 0) -> bool:
     """Returns whether there are few queries [B, HQ, M, D] of a half type on many keys [B or 1, HKV, N, D].
 
-    `few_tiles`: there are few heads of all batch entries.
+    Few tiles are few queries, too: at most half as many as there are `available` processors, or as many where
+    heads are narrow.
     """
-    _, heads, length, dim = q.shape
-    if q.dtype not in HALF or length > MOST_ROWS or k.shape[2] <= SHORTEST or not q.numel():
+    batch, heads, length, dim = q.shape
+    keys = k.shape[2]
+    if q.dtype not in HALF or keys <= SHORTEST or not q.numel():
         return False
+    tiles = batch * heads * -(-length // MOST_ROWS)
+    few_tiles = tiles <= (available if dim <= 64 else available // 2)
+    if length > MOST_ROWS:
+        return few_tiles and keys > WHOLE
     shared = heads > k.shape[1] and 2 * length <= MOST_ROWS
     return length <= FEW_ROWS or dim <= 64 or shared or few_tiles
 
@@ -156,7 +161,8 @@ def begin(writer: PlanWriter, kernels: Kernels, call: Operands, made: Sequence[P
     if how is None or not how.split:
         statistics = {"LSE": lse, **dict(zip_longest(kernels.kept, kept))}
         return FewQueries(call, packed(out, group), max_scores, statistics, batch)
-    parts = _parts(kernels.options, batch * heads, keys, Size("PROCESSORS"))
+    programs = grid(batch, heads, length, MOST_ROWS)
+    parts = _parts(kernels.options, programs, keys, Size("PROCESSORS"))
     shape = (batch, parts, heads, length)
     row_max, rest = writer.empty("row_max", shape), writer.empty("rest", shape)
     part_max = None if max_scores is None else writer.empty("part_max", shape)
