@@ -120,10 +120,11 @@ CASES = {
 }
 
 
-def fill(monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
-    """A device with so many processors, which programs shall fill."""
+def fill(monkeypatch: pytest.MonkeyPatch, processors: int, saved: int = 128) -> None:
+    """A device with so many processors, which programs shall fill if each is rid of `saved` keys."""
     for module in (decoding, arguments):
         monkeypatch.setattr(module, "processors", lambda device: processors)
+    monkeypatch.setattr(decoding, "SAVED", saved)
     prepared.forget()
 
 

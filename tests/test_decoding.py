@@ -50,10 +50,12 @@ PORTABLE = Problem(None, None, None, 1.0, (("fwd_TEMPLATE", "portable"),))
         ((1, 32, 8, 1, 64), 128, PLAIN, None),
         ((2, 32, 8, 65, 8192), 128, PLAIN, None),
         ((1, 32, 8, 65, 8192), 128, PLAIN, Decoding(64, 1, True)),
-        ((1, 32, 8, 65, 512), 128, PLAIN, None),
+        ((1, 32, 8, 65, 3000), 128, PLAIN, None),
+        ((2, 32, 8, 1, 1024), 128, PLAIN, Decoding(16, 4, True)),
+        ((16, 32, 8, 1, 1024), 128, PLAIN, Decoding(16, 4, False)),
         ((2, 32, 8, 65, 8192), 64, PLAIN, Decoding(64, 1, True)),
-        ((1, 2, 2, 2048, 2048), 128, PLAIN, Decoding(64, 1, True)),
-        ((1, 2, 2, 2048, 2048), 128, SAME, None),
+        ((1, 2, 2, 2048, 4096), 128, PLAIN, Decoding(64, 1, True)),
+        ((1, 2, 2, 2048, 4096), 128, SAME, None),
         ((1, 32, 8, 32, 8192), 128, PLAIN, Decoding(64, 2, True)),
         ((8, 32, 32, 17, 8192), 128, PLAIN, None),
         ((8, 32, 32, 16, 8192), 128, PLAIN, Decoding(16, 1, False)),
@@ -69,7 +71,7 @@ PORTABLE = Problem(None, None, None, 1.0, (("fwd_TEMPLATE", "portable"),))
 def test_which_calls_have_few_queries(
     sizes: tuple[int, ...], dim: int, problem: Problem, found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill(monkeypatch, 132)
+    fill(monkeypatch, 132, saved=768)
     batch, heads, kv_heads, m, n = sizes
     q, k = torch.empty(batch, heads, m, dim, dtype=BRAIN, device="meta"), empty(batch, kv_heads, n, dim)
     assert decoding(q, k, problem, keep=False) == found

@@ -27,14 +27,16 @@ from flexmod.errors.base import counted
 from flexmod.ir.graph import Graph, GraphBuilder, Node, dtype_name, rebuild
 from flexmod.ir.ops import HALF
 from flexmod.runtime import config
-from flexmod.runtime.plan import Extent, Place, PlanWriter, Size, cdiv, if_several, least
+from flexmod.runtime.plan import Extent, Place, PlanWriter, Size, bits, cdiv, if_several, least
 
 BACKEND = "TRITON_DECODE"  # the kernel option BACKEND that asks for this
 MOST_ROWS = 64  # of a tile
 FEW_ROWS = 16  # with more rows, products of wide heads take longer than reading the keys
 SHORTEST = 64  # in a call with up to so many keys one program has them all
-# Up to WHOLE keys a program has all of them. A part has LEAST keys or more, or EQUAL keys in each batch.
-WHOLE, LEAST, EQUAL, MOST_PARTS = 512, 128, 512, 128
+PER_TILE = 48  # with fewer keys for each tile, other kernels take less time, although processors are idle
+# A part has LEAST keys or more, or EQUAL keys in each batch.
+LEAST, EQUAL, MOST_PARTS = 128, 512, 128
+SAVED = 768  # keys that a program is rid of; with fewer, the merge takes longer than they
 PROGRAMS = 2  # for each processor
 WIDTH = 64  # columns of the output that a program merges at a time
 OTHERS = ("TEMPLATE", "tuned", "FORCE_USE_FLEX_ATTENTION")  # options that ask for other kernels
@@ -55,7 +57,8 @@ def decoding(q: Tensor, k: Tensor, problem: Problem, *, keep: bool) -> Decoding 
     group = _group(q, k, problem.mask)
     tiles, keys = -(-group * q.shape[2] // MOST_ROWS), k.shape[2]
     programs = q.shape[0] * q.shape[1] // group * tiles
-    several = keys > WHOLE and _parts(options, programs, keys, processors(q.device)) > 1
+    parts = _parts(options, programs, keys, processors(q.device))
+    several = keys * (parts - 1) >= SAVED * max(parts, 1)
     return Decoding(min(padded(group * q.shape[2]), MOST_ROWS), group, several)
 
 
@@ -81,9 +84,9 @@ def has_few(q: Tensor, k: Tensor, available: int = 0) -> bool:
     if q.dtype not in HALF or keys <= SHORTEST or not q.numel():
         return False
     tiles = batch * heads * -(-length // MOST_ROWS)
-    few_tiles = tiles <= (available if dim <= 64 else available // 2)
+    few_tiles = tiles <= (available if dim <= 64 else available // 2) and keys > PER_TILE * tiles
     if length > MOST_ROWS:
-        return few_tiles and keys > WHOLE
+        return few_tiles
     shared = heads > k.shape[1] and 2 * length <= MOST_ROWS
     return length <= FEW_ROWS or dim <= 64 or shared or few_tiles
 
@@ -146,7 +149,7 @@ class FewQueries(NamedTuple):
     call: Operands
     out: Place
     max_scores: Place | None
-    statistics: Mapping[str, object]
+    statistics: Mapping[str, Any]
     entries: Extent
 
 
@@ -195,7 +198,7 @@ def finish(
         "M": length,
         "DV": spec.value_dim,
         "WIDTH": min(WIDTH, padded(spec.value_dim)),
-        "MOST": MOST_PARTS,
+        "BITS": bits(target.statistics["PARTS"] - 1),
     }
     writer.launch(kernels, "combine", batch * heads * length, arguments)
 

@@ -194,13 +194,13 @@ def combine_kernel(
     HQ, M, PARTS,
     DV: tl.constexpr,
     WIDTH: tl.constexpr,  # columns at a time
-    MOST: tl.constexpr,  # parts
+    BITS: tl.constexpr,  # there are up to 2^BITS parts
 ):
     """Merges the parts of a query by their lse in base 2, which is ROW_MAX * unit * LOG2E + REST."""
     batch, head, row = tile_of_queries(HQ, M, 1, LAST_FIRST=False)
-    parts = tl.arange(0, MOST)
+    parts = tl.arange(0, 2**BITS)
     there = parts < PARTS
-    of_parts = ((tl.cast(batch, tl.int64) * PARTS + parts) * HQ + head) * M + row  # [MOST]
+    of_parts = ((tl.cast(batch, tl.int64) * PARTS + parts) * HQ + head) * M + row  # [2^BITS]
     rest = tl.load(REST + of_parts, mask=there, other=float("inf"))
     row_max = tl.load(ROW_MAX + of_parts, mask=there, other=0.0)
     alive = rest != float("inf")
@@ -210,13 +210,13 @@ def combine_kernel(
     base = tl.where(dead, 0.0, base)
     lse2 = tl.where(alive, (row_max - base) * (unit * LOG2E) + rest, float("-inf"))
     shift = tl.where(dead, 0.0, tl.max(lse2, 0))
-    weights = tl.exp2(lse2 - shift)  # [MOST]
+    weights = tl.exp2(lse2 - shift)
     total = tl.where(dead, 1.0, tl.sum(weights, 0))
     weights = weights / total
     for first in range(0, DV, WIDTH):
         dims = first + tl.arange(0, WIDTH)
         inside = dims < DV
-        tile = PART_OUT + of_parts[:, None] * DV + dims[None, :]  # [MOST, WIDTH]
+        tile = PART_OUT + of_parts[:, None] * DV + dims[None, :]  # [2^BITS, WIDTH]
         part_out = tl.load(tile, mask=there[:, None] & inside[None, :], other=0.0)
         out = tl.sum(part_out * weights[:, None], 0)
         to = OUT + tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
