@@ -9,7 +9,7 @@ import torch
 from decoding_cases import BRAIN, CASES, HALF, check, fill
 from torch import Tensor
 
-from flexmod import AuxRequest, create_block_mask, errors, flex_attention, masks, mods
+from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.backends.arguments import Problem
 from flexmod.backends.decoding import decoding, packed_graph
 from flexmod.backends.families import INTERPRETED
@@ -99,6 +99,33 @@ def test_a_row_knows_its_head_and_position() -> None:
     ]
     single = str(optimize(packed_graph(graph, 4, 1)))
     assert "add(" in single and "remainder" not in single and "floor_divide" not in single
+
+
+def agrees_with_the_reference(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None = None) -> None:
+    results = [
+        flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options={"BACKEND": backend})
+        for backend in ("INTERPRET", "REFERENCE")
+    ]
+    torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("step", [16, 32])
+def test_queries_of_overlapping_windows(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output has its batch entries between a head's rows and the next head."""
+    fill(monkeypatch, 40)
+    q = torch.randn(500, dtype=HALF).as_strided((2, 4, 3, 16), (step, 48, 16, 1))
+    k, v = (torch.randn(2, 2, 700, 16, dtype=HALF) for _ in range(2))
+    agrees_with_the_reference(q, k, v)
+
+
+def test_heads_with_one_number_of_other_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the counts of a user's lists are an expanded view."""
+    fill(monkeypatch, 40)
+    counts = torch.full((1, 1, 1), 3, dtype=torch.int32).expand(1, 4, 1)
+    orders = torch.stack([torch.randperm(6, dtype=torch.int32) for _ in range(4)])[None, :, None]
+    mask = BlockMask.from_kv_blocks(counts, orders, seq_lengths=(2, 700), compute_q_blocks=False)
+    q, k, v = (torch.randn(1, h, n, 16, dtype=HALF) for h, n in ((4, 2), (2, 700), (2, 700)))
+    agrees_with_the_reference(q, k, v, mask)
 
 
 def test_a_nan_stays_in_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:

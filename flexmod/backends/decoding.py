@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, int32
 
 from flexmod import errors
-from flexmod.backends.arguments import Operands, Problem, grid, processors, strided
+from flexmod.backends.arguments import Operands, Problem, grid, order_of, processors, strided
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Decoding, option, padded
@@ -99,8 +99,9 @@ def _is_deterministic(options: Mapping[str, Any]) -> bool:
 def _group(q: Tensor, k: Tensor, mask: MaskSnapshot | None) -> int:
     """Returns how many heads become rows of one tile: they share keys and mask, and have one stride."""
     length, heads = q.shape[2], q.shape[1] // k.shape[1]
-    together = length == 1 or q.stride(1) == length * q.stride(2)
-    if not together or mask is not None and not _is_one_row(mask):
+    # the output's strides have the order of q's: a batch between rows and heads would part its heads
+    apart = q.stride(1) != length * q.stride(2) or order_of(q) == (2, 0, 1)
+    if length > 1 and apart or mask is not None and not _is_one_row(mask):
         return 1
     most = MOST_ROWS if mask is None else math.gcd(MOST_ROWS, mask.BLOCK_SIZE[0])
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or padded(n * length) <= most))
@@ -109,11 +110,8 @@ def _group(q: Tensor, k: Tensor, mask: MaskSnapshot | None) -> int:
 def _is_one_row(mask: MaskSnapshot) -> bool:
     """Returns whether all queries of all heads read the same row of blocks."""
     runs = mask.storage.runs("kv")
-    of_rows = [runs.rows] if runs else [x for x in map(mask.storage.list, ROW_COUNTS) if x is not None]
+    of_rows = [runs.rows] if runs else mask.storage.by_row()
     return all((x.shape[1] == 1 or x.stride(1) == 0) and x.shape[2] == 1 for x in of_rows)
-
-
-ROW_COUNTS = ("kv_num_blocks", "full_kv_num_blocks")
 
 
 def _parts(options: Mapping[str, Any], programs: Any, keys: Any, processors: Any) -> Any:
