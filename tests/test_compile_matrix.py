@@ -24,8 +24,9 @@ from benchmarks.matrix_builds import (
 )
 from benchmarks.workers import Outcome
 from flexmod import masks, mods
+from flexmod.codegen.spec import Decoding
 from flexmod.codegen.variant import variant
-from flexmod.tools.ahead import GIVES_WAY, Built, Job
+from flexmod.tools.ahead import GIVES_WAY, Built, Job, VariantCall, first_tile, kernels_on
 
 NO_MASKS = {"Mask", "MaskMod", "morton_order", "tile_order"}
 NO_MODS = {"ScoreMod", "alibi_slopes"}
@@ -62,6 +63,29 @@ def test_a_sample(build: Build) -> None:
     found = compile_build(build)
     assert found is not None and found["kernels"]
     assert [faults(build, kernel) for kernel in found["kernels"]] == [[]] * len(found["kernels"])
+
+
+@pytest.mark.parametrize(
+    ("target", "dims", "how", "form"),
+    [
+        ("sm_80", (192, 128), Decoding(16, 2, True), "lists"),
+        ("sm_90", (64, 64), Decoding(64, 1, False), "runs"),
+        ("gfx942", (64, 64), Decoding(16, 1, True), "runs"),
+    ],
+    ids=str,
+)
+def test_few_queries(target: str, dims: tuple[int, int], how: Decoding, form: str) -> None:
+    of = variant(
+        mods.alibi(2), masks.causal(),
+        head_dim=dims[0], value_dim=dims[1], mask_form=form, decoding=how,
+    )  # fmt: skip
+    kernels, call = kernels_on(of, "forward", target), VariantCall(of)
+    forward = first_tile(call, kernels, "forward", target)
+    assert forward.fits and not forward.problem
+    assert forward.report is not None and forward.report.matrix_instructions
+    if how.split:
+        report = first_tile(call, kernels, "combine", target).report
+        assert report is not None and report.fits and not report.spills
 
 
 def test_what_runs_in_place_of_what_gives_way_is_compiled_too() -> None:
