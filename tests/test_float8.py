@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from float8_cases import CASES, E4M3, E5M2, Float8Case, check, eager, handle, made
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmod import Scales, flex_attention, mods
+from flexmod.backends.options import parse
+from flexmod.calls import float8
 from flexmod.calls.float8 import ScaledScore
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -95,6 +98,30 @@ def test_requests_for_gradients_elsewhere_do_not_matter() -> None:
     learned = [x.float().requires_grad_() for x in call.tensors]
     with torch.no_grad():
         assert not flex_attention(*[x.to(E4M3) for x in learned], enable_gqa=True).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, E4M3),
+        ({"deterministic": True}, E4M3),
+        ({"TEMPLATE": "auto"}, E4M3),
+        ({"TEMPLATE": "hopper"}, torch.bfloat16),
+        ({"fwd_tuned": True}, torch.bfloat16),
+        ({"FORCE_USE_FLEX_ATTENTION": True}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_only_kernels_for_few_queries_get_keys_in_float8(
+    options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a half-type query, on a chip that multiplies float8."""
+    monkeypatch.setattr(float8, "_multiplies", lambda device: True)
+    with FakeTensorMode():
+        query = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16, device="cuda")
+        key = torch.empty(1, 2, 900, 64, dtype=E4M3, device="cuda")
+        call = float8.lowered(query, key, key, None, None, None, True, parse(options))
+    assert call.key.dtype == call.value.dtype == dtype
 
 
 def test_other_calls_stay_as_they_are() -> None:

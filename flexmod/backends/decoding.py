@@ -67,10 +67,15 @@ def _obstacle(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> str | None:
     if not has_few(q, k, 0 if _is_deterministic(options) else processors(q.device)):
         queries = f"{counted(q.shape[2], 'query')} in {dtype_name(q.dtype)}"
         return f"it has {queries} and {counted(k.shape[2], 'key')}"
-    for name in OTHERS:
-        if option(options, "forward", name, False) not in (False, "auto"):
-            return f"kernel option {name} asks for other kernels"
+    name = other_kernels(options)
+    if name is not None:
+        return f"kernel option {name} asks for other kernels"
     return "FLEXMOD_CHECK_BOUNDS asks for checks" if config.check_bounds() else None
+
+
+def other_kernels(options: Mapping[str, Any]) -> str | None:
+    """Returns the name of a kernel option that asks for other kernels, or None."""
+    return next((x for x in OTHERS if option(options, "forward", x, False) not in (False, "auto")), None)
 
 
 def has_few(q: Tensor, k: Tensor, available: int = 0) -> bool:

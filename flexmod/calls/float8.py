@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from flexmod import errors
 from flexmod.backends.arguments import Forward
-from flexmod.backends.decoding import has_few
+from flexmod.backends.decoding import has_few, other_kernels
 from flexmod.backends.options import KernelOptions
 from flexmod.calls import checks
 from flexmod.codegen.spec import FLOAT8, SCALE_BLOCK
@@ -158,7 +158,8 @@ def lowered(
     key, value = new_key, new_value
     by_block = scale is not None and scale.dim() == 3
     on_gpu = query.device.type == "cuda" and options.backend != "REFERENCE"
-    kept = on_gpu and _multiplies(query.device) and (query.dtype in FLOAT8 or has_few(query, key))
+    few = has_few(query, key) and not other_kernels(dict(options.tiles))
+    kept = on_gpu and _multiplies(query.device) and (query.dtype in FLOAT8 or few)
     if not kept:
         query, key = (x if x.dtype == dtype else _dequantized(x, None, dtype) for x in (query, key))
     if not kept or by_block:
