@@ -347,6 +347,15 @@ def test_views_of_one_memory_are_several_arguments() -> None:
     ]  # fmt: skip
 
 
+def test_a_score_mod_of_infinities_alone_leaves_its_tensors_to_the_mask() -> None:
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where(ids[q_idx] == ids[kv_idx], score, -torch.inf)
+
+    text = standalone(score_mod, tiles=SMALL)
+    found = re.findall(r"^def (?:attention|build_mask)\((.*)\):$", text, re.MULTILINE)
+    assert found == ['batch, heads, queries, keys, ids, device="cuda"', "q, k, v, mask, scale=None"]
+
+
 def test_values_of_captured_tensors() -> None:
     assert example(torch.tensor([0.1, 0.2])) == "torch.tensor([0.1, 0.2], dtype=torch.float32, device=device)"
     runs = torch.arange(300) // 100

@@ -384,13 +384,14 @@ class FileNames:
         expected: Sequence[ExpectedSize],
         sizes: Mapping[str, str],
     ) -> FileMod:
-        captures = graph.captures if graph else ()
+        if graph is None:  # a score_mod of -inf branches alone: the mask has its tensors
+            return FileMod(None, (), (), expected, sizes)
         names = [
             self._known.setdefault(
                 (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()),
                 fresh(capture.name, self._taken),
             )
-            for capture, tensor in zip(captures, tensors, strict=True)
+            for capture, tensor in zip(graph.captures, tensors, strict=True)
         ]
         return FileMod(graph, tensors, tuple(names), expected, sizes)
 
