@@ -333,7 +333,9 @@ def ladder(
     if spec.decoding is not None:
         sides = _DECODING if spec.split else _DECODING_WHOLE
         column = widest * spec.k_dtype.itemsize // 2  # of a half type
-        rows = ((spec.decoding.rows, *sides[min(max(column, 64), 512)]), *rows)
+        few, (block_n, warps, stages) = spec.decoding.rows, sides[min(max(column, 64), 512)]
+        # twice the warps have twice the registers, if four spill
+        rows = ((few, block_n, warps, stages), (few, block_n, 8, 2), *rows)
     elif small and (spec.short or table is _HALF and kernel == "forward" and widest <= 32):
         rows = (small, *rows)
     if waits_for_score:
