@@ -1157,8 +1157,8 @@ OPTION_MISTAKES: list[Row] = [
         errors.DecodeBackendError,
         lambda: decode(x(dtype=torch.float16)),
         'BACKEND="TRITON_DECODE" cannot run this call: it has 32 queries in float16 and 32 keys.\n'
-        "  Instead: leave BACKEND out: flexmod takes this kernel for up to 64 queries in float16 or bfloat16 "
-        "on more than 64 keys, without gradients, unless others take less time.",
+        "  Instead: leave BACKEND out: without gradients, flexmod takes this kernel for few queries in "
+        "float16 or bfloat16 on more than 64 keys, unless others take less time.",
     ),
     (
         errors.BackendDeviceError,
