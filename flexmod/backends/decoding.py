@@ -30,16 +30,26 @@ from flexmod.runtime import config
 from flexmod.runtime.plan import Extent, Place, PlanWriter, Size, bits, cdiv, if_several, least
 
 BACKEND = "TRITON_DECODE"  # the kernel option BACKEND that asks for this
-MOST_ROWS = 64  # of a tile
-FEW_ROWS = 16  # with more rows, products of wide heads take longer than reading the keys
-SHORTEST = 64  # in a call with up to so many keys one program has them all
-PER_TILE = 48  # with fewer keys for each tile, other kernels take less time, although processors are idle
-# A part has LEAST keys or more, or EQUAL keys in each batch.
-LEAST, EQUAL, MOST_PARTS = 128, 512, 128
-SAVED = 768  # keys that a program is rid of; with fewer, the merge takes longer than they
-PROGRAMS = 2  # for each processor
-WIDTH = 64  # columns of the output that a program merges at a time
 OTHERS = ("TEMPLATE", "tuned", "FORCE_USE_FLEX_ATTENTION")  # options that ask for other kernels
+MOST_ROWS = 64  # of a tile
+
+# With more rows, products of wide heads take longer than reading the keys.
+FEW_ROWS = 16
+
+# With so few keys one program has them all.
+SHORTEST = 64
+
+# With fewer keys for each tile, other kernels take less time, although processors are idle.
+PER_TILE = 48
+
+# A part has LEAST keys or more, or EQUAL keys in each batch. There are PROGRAMS for each processor.
+LEAST, EQUAL, MOST_PARTS, PROGRAMS = 128, 512, 128, 2
+
+# If parts save a program fewer keys, the merge takes longer than those.
+SAVED = 768
+
+# The columns of the output that a program merges at a time.
+WIDTH = 64
 
 
 def decoding(q: Tensor, k: Tensor, problem: Problem, *, keep: bool) -> Decoding | None:

@@ -220,7 +220,7 @@ def combine_kernel(
         part_out = tl.load(tile, mask=there[:, None] & inside[None, :], other=0.0)
         out = tl.sum(part_out * weights[:, None], 0)
         to = OUT + tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
-        to += row * stride_om + dims * stride_od
+        to += tl.cast(row, tl.int64) * stride_om + dims * stride_od
         tl.store(to, out.to(OUT.dtype.element_ty), mask=inside)
     place = (tl.cast(batch, tl.int64) * HQ + head) * M + row
     lse = base * unit + (shift + tl.log2(total)) * 0.6931471805599453
