@@ -286,7 +286,7 @@ def test_the_dtype_and_dims_of_a_file(tmp_path: Path) -> None:
     attend = flexmod.compile(kernel_options=SMALL)
     text = attend.save(tmp_path / "a.py", head_dim=24, value_dim=16, dtype=torch.bfloat16).read_text()
     assert "chosen for\nsm_80." in text
-    assert "this file is for head dimensions of 24 (q, k) and 16 (v)" in text
+    assert "check_operands(q, k, v, scale, 24, 16, DTYPES, LONGEST)" in text
 
 
 @pytest.mark.usefixtures("without_a_gpu")

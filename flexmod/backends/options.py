@@ -148,7 +148,7 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
             close = f" Did you mean {known[near[0]]!r}?" if near else ""
             raise errors.UnknownOption(name=name, close=close, known=", ".join(OPTIONS))
         if not option.check(value):
-            if bare == "BACKEND" and value == "FLASH":
+            if bare == "BACKEND" and isinstance(value, str) and value == "FLASH":
                 raise errors.FlashBackendError()
             raise errors.OptionValueError(name=name, value=value, accepted=option.accepted)
         if option.names:  # a member of an Enum is a string, but no constant of a compiled graph

@@ -48,11 +48,6 @@ def kinds_of_blocks(keeps, sizes, q_block, kv_block, device):
     return (pairs > 0) & ~full, full
 
 
-def writes_to(tensors):
-    """How often each tensor was written to, by torch's count."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def check_operands(q, k, v, scale, head_dim, value_dim, dtypes, longest):
     """Refuses tensors and scales that the kernels do not take."""
     if q.shape[3] != head_dim or k.shape[3] != head_dim or v.shape[3] != value_dim:
