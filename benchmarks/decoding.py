@@ -30,7 +30,10 @@ PEERS = ("flexmod", "flex", "SDPA")
 
 @dataclass(frozen=True)
 class Row:
-    """One line: a call of `queries` on `keys` of each batch entry. `kept`: keys that a query attends to."""
+    """One line: a call of `queries` on `keys` of each batch entry.
+
+    `kept`: keys that a query attends to. `by_entry`: each batch entry has a mask of its own.
+    """
 
     name: str
     batch: int
@@ -41,6 +44,7 @@ class Row:
     dim: int = 128
     mods: Callable[[Row], Mods] = lambda row: Mods()
     kept: int = 0
+    by_entry: bool = False
     float8: bool = False
 
 
@@ -91,7 +95,7 @@ ROWS = [
     Row("16 queries, causal, 8 x 8192", 8, 32, 8, 8192, 16, mods=causal),
     Row("64 queries, causal, 8 x 8192", 8, 32, 8, 8192, 64, mods=causal),
     Row("window 1024, 8 x 32768", 8, 32, 8, 32768, mods=window, kept=1024),
-    Row("own lengths, 16 x 16384", 16, 32, 8, 16384, mods=lengths, kept=12288),
+    Row("own lengths, 16 x 16384", 16, 32, 8, 16384, mods=lengths, kept=12288, by_entry=True),
     Row("ALiBi, 8 x 8192", 8, 32, 8, 8192, mods=alibi),
     Row("soft-cap, 8 x 8192", 8, 32, 8, 8192, mods=softcap),
     Row("float8 keys and values, 8 x 8192", 8, 32, 8, 8192, float8=True),
@@ -109,46 +113,45 @@ def tensors(row: Row) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def calls(row: Row, faults: dict[str, str]) -> dict[str, Callable[[], Any]]:
-    """The calls of each peer that has the row, compiled."""
+def calls(row: Row, faults: dict[str, str]) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
+    """The calls of each peer that has the row, compiled, and their errors. `faults` gets flex's failure."""
     query, key, value = tensors(row)
-    mods = row.mods(row)
-    found: dict[str, Callable[[], Any]] = {}
-    with noted(faults, "flexmod"):
-        mask = _mask(flexmod.create_block_mask, row, mods)
-        found["flexmod"] = partial(
-            flexmod.flex_attention, query, key, value, mods.score_mod, mask, enable_gqa=True
-        )
+    of_row = row.mods(row)
+    mask = _mask(flexmod.create_block_mask, row, of_row)
+    given = partial(_call, query, key, value, of_row.score_mod)
+    found = {"flexmod": given(mask, flexmod.flex_attention)}
     compiled, create = compiled_flex()
     with noted(faults, "flex"):
-        of_torch = _mask(create, row, mods)
-        flex = partial(compiled, query, key, value, mods.score_mod, of_torch, enable_gqa=True)
+        flex = given(_mask(create, row, of_row), compiled)
         flex()
         found["flex"] = flex
-    if mods == Mods() and not row.float8:
+    if of_row == Mods() and not row.float8:
         found["SDPA"] = partial(
             torch.nn.functional.scaled_dot_product_attention, query, key, value, enable_gqa=True
         )
-    truth = flexmod.flex_attention(
-        query.double(), key.double(), value.double(), mods.score_mod, mask, enable_gqa=True,
-        kernel_options={"BACKEND": "REFERENCE"},
-    )  # fmt: skip
-    for name, call in found.items():
-        faults[f"{name}'s error"] = f"{((call().double() - truth).norm() / truth.norm()).item():.1e}"
-    return found
+    exact = partial(flexmod.flex_attention, kernel_options={"BACKEND": "REFERENCE"})
+    truth = _call(query.double(), key.double(), value.double(), of_row.score_mod, mask, exact)()
+    errors = {name: ((call().double() - truth).norm() / truth.norm()).item() for name, call in found.items()}
+    return found, errors
 
 
-def _mask(create: Callable[..., Any], row: Row, mods: Mods) -> Any:
-    if mods.mask_mod is None:
+def _call(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: Any, attend: Callable[..., Any]
+) -> Callable[[], Any]:
+    return partial(attend, query, key, value, score_mod, mask, enable_gqa=True)
+
+
+def _mask(create: Callable[..., Any], row: Row, of_row: Mods) -> Any:
+    if of_row.mask_mod is None:
         return None
-    batch = row.batch if mods.mask_mod.__qualname__.startswith("lengths") else None
-    return create(mods.mask_mod, batch, None, row.queries, row.keys, device="cuda")
+    batch = row.batch if row.by_entry else None
+    return create(of_row.mask_mod, batch, None, row.queries, row.keys, device="cuda")
 
 
 def line(row: Row, rounds: int) -> list[str]:
-    notes: dict[str, str] = {}
+    faults: dict[str, str] = {}
     with torch.no_grad():
-        found = calls(row, notes)
+        found, errors = calls(row, faults)
         wait = max(map(wait_for, found.values()))
         times: dict[str, list[float]] = {name: [] for name in found}
         for name in rounds * tuple(found):
@@ -158,9 +161,10 @@ def line(row: Row, rounds: int) -> list[str]:
     own = ms["flexmod"]
     ratios = [f"{own / ms[peer]:.2f}" if peer in ms else "-" for peer in PEERS[1:]]
     cells = [f"{ms[peer] * 1e3:.1f}" if peer in ms else "-" for peer in PEERS]
-    errors = [notes.pop(f"{peer}'s error", "-") for peer in PEERS[:2]]
-    print("\n".join(f"{peer}: {fault[:300]}" for peer, fault in notes.items() if peer in PEERS), end="")
-    return [row.name, *cells, *ratios, f"{read / own / 1e6:.0f}", *errors]
+    of_both = [f"{errors[peer]:.1e}" if peer in errors else "-" for peer in PEERS[:2]]
+    for peer, fault in faults.items():
+        print(f"{peer}: {fault[:300]}")
+    return [row.name, *cells, *ratios, f"{read / own / 1e6:.0f}", *of_both]
 
 
 def main() -> None:
