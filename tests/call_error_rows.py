@@ -1162,14 +1162,14 @@ OPTION_MISTAKES: list[Row] = [
     ),
     (
         errors.BackendDeviceError,
-        lambda: options(BACKEND="TRITON_DECODE"),
-        'BACKEND="TRITON_DECODE" runs on cuda tensors, but query is on cpu.\n'
+        lambda: options(BACKEND="TRITON"),
+        'BACKEND="TRITON" runs on cuda tensors, but query is on cpu.\n'
         "  Instead: move query, key and value to cuda, or leave BACKEND out.",
     ),
     (
         errors.BackendDeviceError,
-        lambda: options(BACKEND="TRITON"),
-        'BACKEND="TRITON" runs on cuda tensors, but query is on cpu.\n'
+        lambda: options(BACKEND="TRITON_DECODE"),
+        'BACKEND="TRITON_DECODE" runs on cuda tensors, but query is on cpu.\n'
         "  Instead: move query, key and value to cuda, or leave BACKEND out.",
     ),
     (
