@@ -20,6 +20,7 @@ from torch import Tensor, int32
 
 from flexmod import errors
 from flexmod.backends.arguments import Operands, Problem, grid, order_of, processors, strided
+from flexmod.backends.options import DECODE
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import Decoding, option, padded
@@ -29,7 +30,6 @@ from flexmod.ir.ops import HALF
 from flexmod.runtime import config
 from flexmod.runtime.plan import Extent, Place, PlanWriter, Size, bits, cdiv, if_several, least
 
-BACKEND = "TRITON_DECODE"  # the kernel option BACKEND that asks for this
 OTHERS = ("TEMPLATE", "tuned", "FORCE_USE_FLEX_ATTENTION")  # options that ask for other kernels
 MOST_ROWS = 64  # of a tile
 
@@ -61,15 +61,15 @@ def decoding(q: Tensor, k: Tensor, problem: Problem, *, keep: bool) -> Decoding 
     options = dict(problem.options)
     why = "gradients are wanted" if keep else _obstacle(q, k, options)
     if why is not None:
-        if options.get("BACKEND") == BACKEND:
+        if options.get("BACKEND") == DECODE:
             raise errors.DecodeBackendError(why=why)
         return None
     group = _group(q, k, problem.mask)
-    tiles, keys = -(-group * q.shape[2] // MOST_ROWS), k.shape[2]
-    programs = q.shape[0] * q.shape[1] // group * tiles
+    batch, heads, length, keys = q.shape[0], q.shape[1] // group, group * q.shape[2], k.shape[2]
+    programs = grid(batch, heads, length, MOST_ROWS)
     parts = _parts(options, programs, keys, processors(q.device))
     several = keys * (parts - 1) >= SAVED * max(parts, 1)
-    return Decoding(min(padded(group * q.shape[2]), MOST_ROWS), group, several)
+    return Decoding(min(padded(length), MOST_ROWS), group, several)
 
 
 def _obstacle(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> str | None:
@@ -98,7 +98,7 @@ def has_few(q: Tensor, k: Tensor, available: int = 0) -> bool:
     keys = k.shape[2]
     if q.dtype not in HALF or keys <= SHORTEST or not q.numel():
         return False
-    tiles = batch * heads * -(-length // MOST_ROWS)
+    tiles: Any = grid(batch, heads, length, MOST_ROWS)
     few_tiles = tiles <= (available if dim <= 64 else available // 2) and keys > PER_TILE * tiles
     if length > MOST_ROWS:
         return few_tiles
@@ -156,8 +156,8 @@ def packed_graph(graph: Graph, group: int, length: int) -> Graph:
     return graph if group == 1 else rebuild(graph, change)
 
 
-class FewQueries(NamedTuple):
-    """What the forward's kernel reads and writes, and the batch entries of its grid."""
+class ForwardTarget(NamedTuple):
+    """What a forward's kernel reads and writes, and the batch entries of its grid."""
 
     call: Operands
     out: Place
@@ -166,17 +166,19 @@ class FewQueries(NamedTuple):
     entries: Extent
 
 
-def begin(writer: PlanWriter, kernels: Kernels, call: Operands, made: Sequence[Place | None]) -> FewQueries:
+def begin(
+    writer: PlanWriter, kernels: Kernels, call: Operands, made: Sequence[Place | None]
+) -> ForwardTarget:
     """Returns what a forward kernel reads and writes for the results `made`; `finish` follows its launch."""
     out, lse, max_scores, *kept = made
     assert out is not None
-    how = kernels.spec.decoding
-    group = how.group if how else 1
+    spec = kernels.spec
+    group = spec.decoding.group if spec.decoding else 1
     call = replace(call, q=packed(call.q, group))
     batch, heads, length, keys = call.extents
-    if how is None or not how.split:
+    if not spec.split:
         statistics = {"LSE": lse, **dict(zip_longest(kernels.kept, kept))}
-        return FewQueries(call, packed(out, group), max_scores, statistics, batch)
+        return ForwardTarget(call, packed(out, group), max_scores, statistics, batch)
     programs = grid(batch, heads, length, MOST_ROWS)
     parts = _parts(kernels.options, programs, keys, Size("PROCESSORS"))
     shape = (batch, parts, heads, length)
@@ -185,25 +187,25 @@ def begin(writer: PlanWriter, kernels: Kernels, call: Operands, made: Sequence[P
     part_out = writer.empty("part_out", (*shape, out.shape[3]))
     flat = replace(part_out, shape=(batch * parts, *part_out.shape[2:]), strides=part_out.strides[1:])
     statistics = {"ROW_MAX": row_max, "REST": rest, "PARTS": parts}
-    return FewQueries(call, flat, part_max, statistics, batch * parts)
+    return ForwardTarget(call, flat, part_max, statistics, batch * parts)
 
 
 def finish(
-    writer: PlanWriter, kernels: Kernels, target: FewQueries, made: Sequence[Place | None]
+    writer: PlanWriter, kernels: Kernels, target: ForwardTarget, made: Sequence[Place | None]
 ) -> None:
     """Writes the launch that merges the parts into the results `made`, if there are parts."""
-    spec, how, call = kernels.spec, kernels.spec.decoding, target.call
-    if how is None or not how.split:
+    spec, call = kernels.spec, target.call
+    if not spec.split:
         return
     out, lse, max_scores, *_ = made
-    assert out is not None
+    assert out is not None and spec.decoding is not None
     batch, heads, length, _ = call.extents
     raw = kernels.score is None and spec.positive_scale
     arguments = {
         "PART_OUT": target.out,
         **target.statistics,
         "PART_MAX": target.max_scores,
-        **strided("OUT", "o", "m", packed(out, how.group)),
+        **strided("OUT", "o", "m", packed(out, spec.decoding.group)),
         "LSE": lse,
         "MAX_SCORES": max_scores,
         "unit": call.scale if raw else 1.0,

@@ -20,6 +20,7 @@ from flexmod.errors import LayoutError
 from flexmod.ir.graph import as_int
 
 PORTABLE = "portable"  # the last family, whose kernels run on every chip
+DECODE = "TRITON_DECODE"  # the value of BACKEND that asks for kernels for few queries
 _version = object()
 
 
@@ -104,7 +105,7 @@ _BLOCK = Option("a power of two, 16 or more", _power_of_two)
 # In the order of FlexKernelOptions: numbers without a row below are sides of tiles.
 OPTIONS: dict[str, Option] = {
     **{name: _FLAG if kind is bool else _BLOCK for name, kind in get_type_hints(FlexKernelOptions).items()},
-    "BACKEND": _one_of("AUTO", "TRITON", "TRITON_DECODE", "INTERPRET", "REFERENCE"),
+    "BACKEND": _one_of("AUTO", "TRITON", DECODE, "INTERPRET", "REFERENCE"),
     "TEMPLATE": _one_of("auto", "hopper", PORTABLE),
     "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32)),
     "num_stages": Option("a positive integer", _positive),
@@ -154,7 +155,7 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
         if option.names:  # a member of an Enum is a string, but no constant of a compiled graph
             values[name] = option.names[option.names.index(value)]
     backend = values.get("BACKEND", "AUTO")
-    if backend != "TRITON_DECODE":  # which the choice of a kernel reads
+    if backend != DECODE:  # which the choice of a kernel reads
         values.pop("BACKEND", None)
     return KernelOptions(backend, tuple([(k, values[k]) for k in sorted(values)]))
 

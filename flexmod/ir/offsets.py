@@ -239,7 +239,7 @@ def of_call(
     Raises OffsetMismatchError if the arguments differ from the mask's offsets, and every error of `stated`.
     None agrees with any offset.
     """
-    own, given = None, not (q_offset is kv_offset is None)
+    own, given = None, q_offset is not None or kv_offset is not None
     if given:
         whole = isinstance(query, Tensor) and query.dim() == 4
         batch, device = (query.shape[0], query.device) if whole else (None, None)

@@ -10,6 +10,7 @@ The last functions are for kernels that build block masks.
 import triton
 import triton.language as tl
 
+LN2 = tl.constexpr(0.6931471805599453)
 # e^x = 2^n * e^(x - n * ln(2)). ln(2) is LN2_HIGH, whose 14 bits times n are exact, and LN2_LOW.
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2_HIGH = tl.constexpr(0.69317626953125)
@@ -223,7 +224,7 @@ def combine_kernel(
         to += tl.cast(row, tl.int64) * stride_om + dims * stride_od
         tl.store(to, out.to(OUT.dtype.element_ty), mask=inside)
     place = (tl.cast(batch, tl.int64) * HQ + head) * M + row
-    lse = base * unit + (shift + tl.log2(total)) * 0.6931471805599453
+    lse = base * unit + (shift + tl.log2(total)) * LN2
     tl.store(LSE + place, tl.where(dead, float("-inf"), lse))
     if MAX_SCORES is not None:
         largest = tl.load(PART_MAX + of_parts, mask=there, other=float("-inf"))
