@@ -23,7 +23,7 @@ from flexmod.backends.arguments import Operands, Problem, grid, order_of, proces
 from flexmod.backends.options import DECODE
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.kernels import Kernels
-from flexmod.codegen.spec import Decoding, option, padded
+from flexmod.codegen.spec import FLOAT8, Decoding, option, padded
 from flexmod.errors.base import counted
 from flexmod.ir.graph import Graph, GraphBuilder, Node, dtype_name, rebuild
 from flexmod.ir.ops import HALF
@@ -89,14 +89,14 @@ def other_kernels(options: Mapping[str, Any]) -> str | None:
 
 
 def has_few(q: Tensor, k: Tensor, available: int = 0) -> bool:
-    """Returns whether there are few queries [B, HQ, M, D] of a half type on many keys [B or 1, HKV, N, D].
+    """Returns whether there are few queries [B, HQ, M, D] on many keys [B or 1, HKV, N, D]; not in float32.
 
     Few tiles are few queries, too: at most half as many as there are `available` processors, or as many where
     heads are narrow.
     """
     batch, heads, length, dim = q.shape
     keys = k.shape[2]
-    if q.dtype not in HALF or keys <= SHORTEST or not q.numel():
+    if q.dtype not in (*HALF, *FLOAT8) or keys <= SHORTEST or not q.numel():
         return False
     tiles: Any = grid(batch, heads, length, MOST_ROWS)
     few_tiles = tiles <= (available if dim <= 64 else available // 2) and keys > PER_TILE * tiles

@@ -47,6 +47,27 @@ def test_float8_keys_and_values(by: str, dtype: torch.dtype) -> None:
     assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
+@pytest.mark.parametrize("by", ["tensor", "head", "block"])
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_float8_queries(by: str, out_dtype: torch.dtype, queries: int) -> None:
+    tensors, scales = zip(
+        *(
+            quantize(torch.randn(2, heads, length, 64, device="cuda"), by=by)
+            for heads, length in ((8, queries), (2, 3000), (2, 3000))
+        ),
+        strict=True,
+    )
+    given = {"scales": Scales(*scales), "out_dtype": out_dtype, "enable_gqa": True}
+    exact, out = (
+        flex_attention(*tensors, **given, kernel_options={"BACKEND": backend})
+        for backend in ("REFERENCE", "TRITON_DECODE")
+    )
+    assert out.dtype == out_dtype
+    error = (out.double() - exact.double()).norm() / exact.double().norm()
+    assert error < (6e-3 if out_dtype == torch.bfloat16 or by == "block" else 1e-3)
+
+
 def tensors() -> tuple[torch.Tensor, ...]:
     sizes = (8, 1), (2, 9000), (2, 9000)
     return tuple(torch.randn(2, h, n, 64, device="cuda", dtype=torch.float16) for h, n in sizes)
