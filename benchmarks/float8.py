@@ -2,7 +2,6 @@
 
     python -m benchmarks.float8                     both sizes, all rows and ways: about two minutes
     python -m benchmarks.float8 --rows no-op causal --ways bfloat16 float8
-    python -m benchmarks.float8 --few              few queries over many keys: ten seconds
     python -m benchmarks.float8 --cpu-smoke         tiny sizes without a GPU: does the script work
 
 Several processes compile first. Then the ways of a row take turns for some rounds; a time is the median of
@@ -18,7 +17,6 @@ import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +30,6 @@ from benchmarks.gpu_time import milliseconds, wait_for
 from benchmarks.rows import D128, Row
 from flexmod import Scales, create_block_mask, flex_attention
 
-# with --few: batch, queries, keys, for 32 query heads over 8 of keys
-FEW = ((1, 1, 131072), (8, 1, 16384), (8, 4, 16384), (1, 16, 32768))
 OTHERS = ("prefix 2048", "NATTEN 7x7", "image window 8", "relative position", "causal as score mod")
 ROWS = {row.name: row for row in D128 if row.name not in OTHERS}
 SIZES = ((1, 16384, 128), (4, 8192, 128), (4, 8192, 64), (2, 8192, 256))  # batch, length, head dimension
@@ -51,14 +47,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prepare", type=int, default=14, help="processes that compile side by side")
     parser.add_argument("--out", default=".")
-    parser.add_argument("--few", action="store_true")
     parser.add_argument("--cpu-smoke", action="store_true")
     options = parser.parse_args()
-    if options.few:
-        sizes = [(1, 1, 256)] if options.cpu_smoke else FEW
-        few = [few_queries(size, options.rounds) for size in sizes]
-        print(tabulate(few, headers="keys", tablefmt="github"))
-        return
     sizes = [(1, 256, 32)] if options.cpu_smoke else [SIZES[number] for number in options.sizes]
     if not options.cpu_smoke:
         compile_all(options, dict.fromkeys(size[2] for size in sizes))
@@ -107,25 +97,6 @@ def call_of(row: Row, way: str, size: tuple[int, int, int]) -> Callable[[], Tens
             given[place] = x.to(torch.bfloat16)
     options["scales"] = Scales(*scales) if float8 else None
     return lambda: flex_attention(*given, **options)
-
-
-@torch.no_grad()
-def few_queries(size: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    """Measures few queries in bfloat16, with float8 keys and values, and all in float8."""
-    batch, queries, keys = size
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    shapes = ((batch, 32, queries, 128), (batch, 8, keys, 128), (batch, 8, keys, 128))
-    half = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
-    quantized = [flexmod.quantize(x, torch.float8_e4m3fn, "head") for x in half]
-    calls = {}
-    for way, first in (("bfloat16", 3), ("keys and values", 1), ("float8", 0)):
-        given = [x if place < first else quantized[place][0] for place, x in enumerate(half)]
-        scales = Scales(*(None if place < first else quantized[place][1] for place in range(3)))
-        calls[way] = partial(flex_attention, *given, enable_gqa=True, scales=scales if first < 3 else None)
-    times = in_turns(calls, rounds)
-    cells = {way: f"{ms:.3f} ({ms / times['bfloat16']:.2f})" for way, ms in times.items()}
-    return {"batch, queries, keys": size, **cells}
 
 
 @torch.no_grad()
