@@ -2,7 +2,8 @@
 
     python -m benchmarks.decoding [--rows NAME ...] [--rounds 3]
 
-No gradients. The queries are the last positions of the keys. Keys and values in bfloat16, but for "float8".
+No gradients. The queries are the last positions of the keys. All tensors are in bfloat16 but for "float8". In
+"paged" all batch entries share a cache of pages in random order, as `docs/recipes/paged_cache.md` has it.
 The limit is the memory: GB/s counts keys and values that the mask leaves, once.
 """
 
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention as torch_flex
 from tabulate import tabulate
 from torch import Tensor
 
@@ -32,7 +34,8 @@ PEERS = ("flexmod", "flex", "SDPA")
 class Row:
     """One line: a call of `queries` on `keys` of each batch entry.
 
-    `kept`: keys that a query attends to. `by_entry`: each batch entry has a mask of its own.
+    `kept`: keys that a query attends to. `by_entry`: each batch entry has a mask of its own. `float8`: the
+    tensors of this type, "q", "k" and "v". `page`: keys of a page of the cache, or 0.
     """
 
     name: str
@@ -45,7 +48,8 @@ class Row:
     mods: Callable[[Row], Mods] = lambda row: Mods()
     kept: int = 0
     by_entry: bool = False
-    float8: bool = False
+    float8: str = ""
+    page: int = 0
 
 
 def causal(row: Row) -> Mods:
@@ -98,18 +102,40 @@ ROWS = [
     Row("own lengths, 16 x 16384", 16, 32, 8, 16384, mods=lengths, kept=12288, by_entry=True),
     Row("ALiBi, 8 x 8192", 8, 32, 8, 8192, mods=alibi),
     Row("soft-cap, 8 x 8192", 8, 32, 8, 8192, mods=softcap),
-    Row("float8 keys and values, 8 x 8192", 8, 32, 8, 8192, float8=True),
+    Row("float8 keys and values, 8 x 8192", 8, 32, 8, 8192, float8="kv"),
+    Row("float8, 8 x 8192", 8, 32, 8, 8192, float8="qkv"),
+    Row("pages of 128, 8 x 8192", 8, 32, 8, 8192, page=128),
+    Row("pages of 16, 8 x 8192", 8, 32, 8, 8192, page=16),
 ]
 
 
-def tensors(row: Row) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = (row.heads, row.queries), (row.kv_heads, row.keys), (row.kv_heads, row.keys)
-    query, key, value = (
-        torch.randn(row.batch, heads, length, row.dim, device="cuda", dtype=torch.bfloat16)
-        for heads, length in sizes
+def paged_mask(row: Row, block_mask: Any) -> Any:
+    """A mask of the class `block_mask` for sequences whose last page lacks 5 keys."""
+    blocks, length = row.keys // row.page, row.keys - 5
+    order = torch.randperm(row.batch * blocks, generator=torch.Generator().manual_seed(0))
+    pages = order.to("cuda", torch.int32).view(row.batch, blocks)
+    steps = torch.arange(blocks, device="cuda", dtype=torch.int32).expand_as(pages)
+    block = pages.new_zeros(row.batch, row.batch * blocks).scatter_(1, pages.long(), steps)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return block[b, kv_idx // row.page] * row.page + kv_idx % row.page < length
+
+    one = pages.new_ones(row.batch, 1, 1)
+    lists = one, pages.roll(1, 1)[:, None, None], one * (blocks - 1), pages[:, None, None]
+    return block_mask.from_kv_blocks(
+        *lists, (128, row.page), mask_mod, (row.queries, row.batch * row.keys), compute_q_blocks=False
     )
-    if row.float8:
-        key, value = key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn)
+
+
+def tensors(row: Row) -> tuple[Tensor, Tensor, Tensor]:
+    of_keys = (1, row.kv_heads, row.batch * row.keys) if row.page else (row.batch, row.kv_heads, row.keys)
+    sizes = {"q": (row.batch, row.heads, row.queries), "k": of_keys, "v": of_keys}
+    query, key, value = (
+        torch.randn(*size, row.dim, device="cuda", dtype=torch.bfloat16).to(
+            torch.float8_e4m3fn if name in row.float8 else torch.bfloat16
+        )
+        for name, size in sizes.items()
+    )
     return query, key, value
 
 
@@ -117,15 +143,15 @@ def calls(row: Row, faults: dict[str, str]) -> tuple[dict[str, Callable[[], Any]
     """The calls of each peer that has the row, compiled, and their errors. `faults` gets flex's failure."""
     query, key, value = tensors(row)
     of_row = row.mods(row)
-    mask = _mask(flexmod.create_block_mask, row, of_row)
+    mask = _mask(flexmod.create_block_mask, flexmod.BlockMask, row, of_row)
     given = partial(_call, query, key, value, of_row.score_mod)
     found = {"flexmod": given(mask, flexmod.flex_attention)}
     compiled, create = compiled_flex()
     with noted(faults, "flex"):
-        flex = given(_mask(create, row, of_row), compiled)
+        flex = given(_mask(create, torch_flex.BlockMask, row, of_row), compiled)
         flex()
         found["flex"] = flex
-    if of_row == Mods() and not row.float8:
+    if of_row == Mods() and not row.float8 and not row.page:
         found["SDPA"] = partial(
             torch.nn.functional.scaled_dot_product_attention, query, key, value, enable_gqa=True
         )
@@ -141,7 +167,9 @@ def _call(
     return partial(attend, query, key, value, score_mod, mask, enable_gqa=True)
 
 
-def _mask(create: Callable[..., Any], row: Row, of_row: Mods) -> Any:
+def _mask(create: Callable[..., Any], block_mask: Any, row: Row, of_row: Mods) -> Any:
+    if row.page:
+        return paged_mask(row, block_mask)
     if of_row.mask_mod is None:
         return None
     batch = row.batch if row.by_entry else None

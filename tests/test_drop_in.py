@@ -105,6 +105,33 @@ def test_torchs_paged_attention_converts_a_broadcast_mask() -> None:
     same_attributes(ours, other, [name for name in LISTS if "kv" in name])
 
 
+def test_torchs_paged_attention_gives_masks_and_mods() -> None:
+    """The same attention on a cache of shuffled pages as on keys in order."""
+    lengths, page = torch.tensor([300, 100, 384]), 128
+    pages = PagedAttention(8, page, 3, device="cpu")
+    query = torch.randn(3, 4, 1, 16).half()
+    tensors = [torch.randn(3, 2, 384, 16).half() for _ in range(2)]
+    caches = [torch.zeros(1, 2, 8 * page, 16).half() for _ in range(2)]
+    for b in (2, 0, 1):
+        entry, length = torch.tensor([b]), int(lengths[b])
+        pages.reserve(entry, lengths[b : b + 1])
+        pages.assign(entry, torch.arange(length)[None], *(x[b : b + 1, :, :length] for x in tensors), *caches)
+
+    def known(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx < lengths[b]
+
+    def slope(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score - (lengths[b] - kv_idx) * 0.01 * (h + 1)
+
+    mask = create_block_mask(known, 3, None, 1, 384, "cpu")
+    exact = flex_attention(query, *tensors, slope, mask, enable_gqa=True)
+    paged = pages.convert_logical_block_mask(mask, kv_len=lengths)
+    given = pages.get_score_mod(slope, lengths), paged
+    for backend in ("AUTO", "INTERPRET"):
+        out = flex_attention(query, *caches, *given, enable_gqa=True, kernel_options={"BACKEND": backend})
+        torch.testing.assert_close(out, exact, atol=1e-3, rtol=1e-3)
+
+
 def test_flattened_and_made_again() -> None:
     for separate in (True, False):
         mask = built(flexmod, separate_full_blocks=separate)
