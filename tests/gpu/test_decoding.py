@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from decoding_cases import CASES, check, fill
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from flexmod import flex_attention, quantize
+from flexmod import BlockMask, flex_attention, quantize
 from flexmod.calls.float8 import Scales
 from gpu.poison import poison
 
@@ -83,6 +88,50 @@ def test_a_cuda_graph_replays_with_new_values() -> None:
         x.normal_()
     graph.replay()
     assert torch.equal(out, flex_attention(q, k, v, enable_gqa=True))
+
+
+def test_a_cuda_graph_replays_with_other_pages() -> None:
+    """Writes to the lists and to captured tensors of a mask of pages are seen, as in an eager call."""
+    page, total = 128, 40
+    q, k, v = (torch.randn(b, h, n, 64, device="cuda").half() for b, h, n in ((2, 8, 1), *2 * [(1, 2, 5120)]))
+    block = torch.zeros(2, total, device="cuda", dtype=torch.int32)
+    length = torch.zeros(2, device="cuda", dtype=torch.int32)
+    counts, pages = length[:, None, None].clone(), block[:, None, None].clone()
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return block[b, kv_idx // page] * page + kv_idx % page < length[b]
+
+    def write(lengths: list[int]) -> None:
+        order = torch.randperm(total, device="cuda", dtype=torch.int32)
+        steps = torch.arange(total, device="cuda", dtype=torch.int32)
+        for b, (n, first) in enumerate(zip(lengths, (0, total // 2), strict=True)):
+            pages[b, 0, 0] = order.roll(first)
+            block[b, order.roll(first).long()] = steps
+            length[b], counts[b] = n, -(-n // page)
+
+    def exact(lengths: list[int]) -> Tensor:
+        outs = []
+        for b, n in enumerate(lengths):
+            at = torch.arange(n, device="cuda")
+            rows = pages[b, 0, 0].long()[at // page] * page + at % page
+            keys, values = (x[:, :, rows].double() for x in (k, v))
+            outs.append(scaled_dot_product_attention(q[b : b + 1].double(), keys, values, enable_gqa=True))
+        return torch.cat(outs)
+
+    write([2500, 700])
+    mask = BlockMask.from_kv_blocks(
+        counts, pages, mask_mod=mask_mod, seq_lengths=(1, total * page), compute_q_blocks=False
+    )
+    attend = partial(flex_attention, q, k, v, block_mask=mask, enable_gqa=True)
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for lengths in ([100, 2400], [2560, 129]):
+        write(lengths)
+        graph.replay()
+        for result in (out, attend()):
+            torch.testing.assert_close(result.double(), exact(lengths), atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("queries", [1, 20])
