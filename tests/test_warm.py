@@ -49,15 +49,18 @@ with (
     mock.patch.object(side_by_side, "threads", threads),
     mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
 ):
-    made = lambda: torch.randn(batch, heads, length, {dim}, dtype=torch.{dtype}, requires_grad=True)
+    made = lambda: torch.randn(batch, heads, length, {dim}, dtype=torch.{dtype}, requires_grad={grad})
     q, k, v = made(), made(), made()
     out = flexmod.flex_attention(q, k, v, {score}, mask)
-    torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    if {grad}:
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
 print(json.dumps(stand_in_driver.compiled))
 """
 
 
-def called(folder: Path, triton_folder: Path, threads: str = "4", **facts: object) -> list[tuple[str, bool]]:
+def called(
+    folder: Path, triton_folder: Path, threads: str = "4", grad: bool = True, **facts: object
+) -> list[tuple[str, bool]]:
     environment = {
         **os.environ,
         config.CACHE_DIR: str(folder),
@@ -65,7 +68,7 @@ def called(folder: Path, triton_folder: Path, threads: str = "4", **facts: objec
         config.COMPILE_THREADS: threads,
         "OMP_NUM_THREADS": "1",
     }
-    script = CALL.format(root=str(ROOT), tests=str(ROOT / "tests"), **facts)
+    script = CALL.format(root=str(ROOT), tests=str(ROOT / "tests"), grad=grad, **facts)
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240
     )
@@ -106,6 +109,8 @@ def test_a_process_compiles_nothing(softcap: Filled, tmp_path: Path) -> None:
         for number, sizes in enumerate(((2, 2, 256), (1, 2, 1000))):
             found = called(there, tmp_path / f"triton{number}", sizes=sizes, **SOFTCAP)
             assert sorted(found) == sorted((name, True) for name in HOPPER)
+        found = called(there, tmp_path / "triton2", grad=False, sizes=(1, 2, 1000), **SOFTCAP)
+        assert found == [("forward_kernel", True)]
     finally:
         (tmp_path / "away").rename(softcap[0])
     # and without the folder, all of them: the kernels above were found in it. With one thread, no second
@@ -137,14 +142,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     command = ["warm", "noop", "--into", str(folder), "--dim", "16", "--target", "sm_80"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    table = [line.split() for line in out.splitlines() if line.startswith("sm_80")]
-    assert [(row[1], row[2], row[3]) for row in table] == [
-        ("16", "bfloat16", kernel) for kernel in ("forward", "statistics", "dq", "dkdv")
-    ]
-    assert all(row[-1] == "fits" for row in table)
+    table = [line.split(maxsplit=3) for line in out.splitlines() if line.startswith("sm_80")]
+    names = ["forward ", "statistics ", "dq ", "dkdv ", "forward, no grad "]
+    assert all(row[1:3] == ["16", "bfloat16"] for row in table)
+    assert all(row[3].startswith(name) for row, name in zip(table, names, strict=True))
+    assert all(row[3].endswith(" fits") for row in table)
     kernels = [path for path in (folder / COMPILED).iterdir() if [*path.glob("*.json")]]
     line = f"{folder}: {len(kernels)} compiled kernels. To use them: FLEXMOD_CACHE_DIR="
-    assert out.endswith(f"{line}'{folder}'\n") and len(kernels) >= 4
+    assert out.endswith(f"{line}'{folder}'\n") and len(kernels) >= 5
     assert [*folder.glob("*.py")]
     # what is there is found, and the process keeps its own folders
     changed = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.cubin")}
@@ -164,7 +169,7 @@ def test_threads_fill_it_as_one_does(
         assert all(one.fits and target == "sm_90" for target, one in built)
         code = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.cubin")}
         found.append(([(one.kernel, one.template, one.tile) for _, one in built], code))
-    assert found[0] == found[1] and len(found[0][0]) == len(HOPPER)
+    assert found[0] == found[1] and len(found[0][0]) == len(HOPPER) + 1
 
 
 def test_a_folder_that_cannot_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

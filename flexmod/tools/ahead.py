@@ -15,9 +15,10 @@ assembler serialized instructions.
     FLEXMOD_CACHE_DIR=kernels python train.py
 
 The chips need not be present. The folder gets forward and backward kernels for dense tensors [B, H, M, D]
-whose head dimension is a multiple of 16. It lacks kernels that build block masks, and separate kernels for
-gradients of captured tensors. To add these, run the model on such a chip with TRITON_CACHE_DIR set to the
-folder's part `compiled`. Each host builds Triton's launchers in C itself.
+whose head dimension is a multiple of 16, and forward kernels of calls without gradients. It lacks kernels
+that build block masks, separate kernels for gradients of captured tensors, and those of short calls and of
+few queries. To add these, run the model on such a chip with TRITON_CACHE_DIR set to the folder's part
+`compiled`. Each host builds Triton's launchers in C itself.
 
 `VariantCall` stands for a call, and `by_family` has the plans that `explain` shows.
 """
@@ -103,17 +104,22 @@ def jobs(variant: Variant, target: str, every: bool = False) -> list[Job]:
     """Returns the forward and backward kernels of a call on a chip. Raises UnknownTarget, and the errors of
     `kernels_on`.
 
-    `every`: also kernels without a choice of tiles (statistics, rounding).
+    `every`: also the forward of a call without gradients, and kernels without a choice of tiles (statistics,
+    rounding).
     """
     named(target)
-    call, found = VariantCall(variant), []
-    for direction in variant.spec.directions:
-        kernels = kernels_on(variant, direction, target)
-        for name, step in {step.kernel: step for step in call.plan(direction, kernels).launches()}.items():
-            source: Any = step.source
-            if every or step.rung is not None:
-                work = partial(first_tile, call, kernels, name, target)
-                found.append(Job(target, name, source.family, source, work))
+    calls, found = [VariantCall(variant)], []
+    if every and calls[0].keep:
+        calls.append(VariantCall(variant, keep=False))
+    for call in calls:
+        for direction in call.directions:
+            kernels = kernels_on(variant, direction, target)
+            launches = call.plan(direction, kernels).launches()
+            for name, step in {step.kernel: step for step in launches}.items():
+                source: Any = step.source
+                if every or step.rung is not None:
+                    work = partial(first_tile, call, kernels, name, target)
+                    found.append(Job(target, call.label(name), source.family, source, work))
     return found
 
 
@@ -174,7 +180,7 @@ def first_tile(call: VariantCall, kernels: Made, name: str, target: str) -> Buil
     step = call.plan(direction, kernels).launches(name)[0]
     source: Any = step.source
     if step.rung is None:  # no tile to choose
-        return Built(name, source.family, None, compiled(call, kernels, name, target))
+        return Built(call.label(name), source.family, None, compiled(call, kernels, name, target))
     reports: dict[Any, Report] = {}
 
     def judge(rung: Any) -> Verdict:
@@ -187,7 +193,7 @@ def first_tile(call: VariantCall, kernels: Made, name: str, target: str) -> Buil
 
     chosen = choose(source.ladder(name), judge, source.limits)
     rung, problem = _outcome(chosen, reports)
-    return Built(name, source.family, rung, reports.get(rung), problem)
+    return Built(call.label(name), source.family, rung, reports.get(rung), problem)
 
 
 def _outcome(chosen: Chosen[Any], reports: Mapping[Any, Report]) -> tuple[Any, str]:
@@ -254,11 +260,16 @@ def _unwritable(path: Path, problem: str) -> WarmFolderError:
 
 
 class VariantCall:
-    """A call of a variant on dense tensors without memory. Its plans have names for sizes."""
+    """A call of a variant on dense tensors without memory. Its plans have names for sizes.
 
-    def __init__(self, made: Variant) -> None:
+    `keep`: the forward keeps tensors for a backward, if the variant has one.
+    """
+
+    def __init__(self, made: Variant, keep: bool = True) -> None:
         spec = made.spec
         self._made = made
+        self.keep = keep and "backward" in spec.directions
+        self.directions: tuple[Direction, ...] = spec.directions if self.keep else ("forward",)
         query, key = (_empty(dtype, spec.head_dim) for dtype in (spec.q_dtype, spec.k_dtype))
         self._qkv = query, key, _empty(spec.v_dtype, spec.value_dim)
         score: Any = SimpleNamespace(tensors=made.score_tensors)
@@ -276,13 +287,11 @@ class VariantCall:
         made: Made,
         rungs: Rungs = NO_RUNGS,
         *,
-        keep: bool = True,
         captured: bool = True,
     ) -> Plan:
         """Returns the plan of a forward or a backward on these kernels, with the first rungs by default.
 
-        `keep`: the forward keeps tensors for a backward. `captured`: the plan ends with the gradients of
-        captured tensors, otherwise with their sums.
+        `captured`: the plan ends with the gradients of captured tensors, otherwise with their sums.
         """
         family = next(one for one in families() if one.name == made.family)
         given = self._tensors
@@ -292,8 +301,13 @@ class VariantCall:
         variant, score = replace(self._made, spec=self._made.spec_of(direction)), self._made.score
         if score and score.graph:  # as in calls, where equal mods share a graph
             variant = replace(variant, score=replace(score, graph=replace(score.graph, lines=False)))
-        call = PlannedCall(variant, self.call, tensors, keep=keep, kept=2, captured=captured)
+        call = PlannedCall(variant, self.call, tensors, keep=self.keep, kept=2, captured=captured)
         return call.plan(family, FirstRungs(made, rungs))
+
+    def label(self, kernel: str) -> str:
+        """Returns what reports call a kernel."""
+        trains = self.keep or "backward" not in self._made.spec.directions
+        return kernel if trains else f"{kernel}, no grad"
 
     def arguments(self, plan: Plan, step: Launch) -> dict[str, Any]:
         """Returns the arguments of a launch of the plan, as a compiler sees them."""
@@ -324,7 +338,7 @@ def by_family(made: Variant) -> tuple[dict[str, Plan], dict[str, str], tuple[str
 
     Sizes in plans are names. The kernel_options choose no family here.
     """
-    call, asked, keep = VariantCall(made), replace(made, options=()), "backward" in made.spec.directions
+    call, asked = VariantCall(made), replace(made, options=())
     plans, sources, lines = dict[str, Plan](), dict[str, str](), []
     for direction in made.spec.directions:
         whys, runs = [], []
@@ -334,7 +348,7 @@ def by_family(made: Variant) -> tuple[dict[str, Plan], dict[str, str], tuple[str
                 whys.append(why)
                 continue
             kernels: Any = kernels_of(family, made, direction)
-            plans[f"{family.name} {direction}"] = call.plan(direction, kernels, keep=keep)
+            plans[f"{family.name} {direction}"] = call.plan(direction, kernels)
             if family is not PORTABLE:
                 sources[f"{family.name} {direction}"] = kernels.text
                 runs.append(f"{family.name} on {family.target}, {kernels.ladder(direction)[0]} first")

@@ -285,14 +285,14 @@ class File:
         for axis, blocks in (("kv", "by_row"), ("q", "by_column")):
             for part, name in PARTS.items():
                 names[part.format(axis)] = f"mask.{blocks}.{name}"
-        small = self.kernels.small_scores and not self.kernels.spec.exact
         rungs = dict.fromkeys(get_args(KernelName), IN_THE_FILE)
-        plan = self.call.plan(direction, self.kernels, rungs, keep=not small, captured=False)
+        plan = self.call.plan(direction, self.kernels, rungs, captured=False)
         return PlanText(names).statements(plan, indent=12)
 
     @cached_property
     def call(self) -> VariantCall:
-        return VariantCall(self.variant)
+        small = self.kernels.small_scores and not self.kernels.spec.exact
+        return VariantCall(self.variant, keep=not small)
 
     def learned(self) -> list[Learned]:
         """Returns the tensors with gradients, and the sums of each gradient."""
