@@ -179,7 +179,7 @@ def find_tiles(traced: Traced, layout: MaskLayout) -> TileStorage:
     """
     sizes, block, device, separate = layout
     check_sizes(traced.graph, sizes, "the block mask")
-    moved = captures_on_device(Traced(traced.graph.of_any_size(), traced.tensors), device)
+    moved = captures_on_device(Traced(traced.graph.of_any_size, traced.tensors), device)
     if not has_kernels(device):
         return _in_torch(moved, layout)
     generated = _with_kernels()
@@ -397,11 +397,13 @@ def present_tiles(storage: TileStorage, traced: Traced, layout: MaskLayout, outs
         return storage
     # before the search for tiles, so that a write during it counts
     known, sources = sources_of(runs.spans), source_states(traced.tensors)
-    if known == sources:
+    # torch counts no writes to tensors of inference mode; those of a mask in the graph have none since then
+    uncounted = outside and any(tensor.is_inference() for tensor in traced.tensors)
+    if known == sources and not uncounted:
         return storage
     memory = runs.spans.untyped_storage()
     last = _found_again.get(memory)
-    if last is not None and last[:3] == (sources, traced.graph, layout):
+    if last is not None and last[:3] == (sources, traced.graph, layout) and not uncounted:
         return last[3]
     found = find_tiles(traced, layout)
     if outside and (known is not None or layout.device.type == "cpu"):

@@ -33,7 +33,7 @@ from flexmod.block_mask.storage import (
     is_captured,
     tiles_within,
 )
-from flexmod.block_mask.tiles import LISTS, Parts, both_sizes, tile_count
+from flexmod.block_mask.tiles import Parts, both_sizes, tile_count
 from flexmod.errors import FakeTensorError, MaskModChangedError
 from flexmod.ir.composed import Derived, Mask, may_change
 from flexmod.ir.fingerprint import tensor_key
@@ -231,14 +231,18 @@ class MaskData:
         if is_captured(self.device):
             return False
         if again or self._lists_now() != self._seen:
-            checked_lists(self._parts(LISTS))
+            checked_lists(self.storage.all_lists())
             self._check_lists(self.seq_lengths, self.BLOCK_SIZE)
         return True
 
     def _check_lists(self, lengths: tuple[int, int], block: tuple[int, int]) -> None:
-        now = self._lists_now()
-        check_lengths(lengths, self.kv_indices, self.q_indices, block)
-        self.full_tiles_padded = check_values(self._parts(LISTS), lengths, block)
+        now, lists = self._lists_now(), self._storage.all_lists()
+        check_lengths(lengths, lists["kv_indices"], lists["q_indices"], block)
+        padded = check_values(lists, lengths, block)
+        # a write that torch does not count may list a full tile at the end
+        uncounted = any(part.is_inference() for part in self._storage.tensors())
+        ragged = any(length % size for length, size in zip(lengths, block, strict=True))
+        self.full_tiles_padded = padded or uncounted and ragged
         self._seen = now
 
     def _lists_now(self) -> tuple[TileStorage, tuple[object, ...]]:
@@ -289,8 +293,8 @@ class MaskData:
 
         Calls and the methods of a mask do this. A compiled graph does it when it runs (`present_tiles`), but
         not for tensors that the trace read. During the capture of a CUDA graph the tiles stay as they are.
-        Does not notice writes that torch does not count, or writes to inference-mode tensors. Raises every
-        error of building the mask.
+        Does not notice writes that torch does not count. Tensors of inference mode always count as changed.
+        Raises every error of building the mask.
         """
         watched = self._watched
         if (watched is None and not self._described) or torch.compiler.is_compiling():

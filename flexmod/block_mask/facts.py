@@ -98,7 +98,7 @@ def facts(mask: MaskData, budget: float = math.inf) -> Facts:
     while table.dim() < 4:
         table = table[None]
     sizes = both_sizes(mask.storage.batch)
-    told_apart = [*map(max, table.shape[:2], groups_of(traced, sizes))]
+    told_apart = [*map(max, table.shape[:2], groups_of(traced.graph, sizes))]
     table = table.expand(*told_apart, -1, -1)
     heights, widths = (
         (length - torch.arange(count, device=table.device) * size).clamp(0, size)

@@ -37,6 +37,7 @@ from flexmod.codegen.builder_text import BuilderKernels, BuilderTerm
 from flexmod.codegen.compiler import builder, runs_module
 from flexmod.codegen.kernels import IndexWatch
 from flexmod.ir.fingerprint import remember, tensor_key
+from flexmod.ir.graph import Graph
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config
 from flexmod.runtime.bound import Bound
@@ -63,7 +64,7 @@ ORDERED_BLOCK = 128
 DELAY, PAUSE = 2.0, 0.05
 # Torch needs much time and memory for masks of more tiles.
 MOST_TILES = 1 << 22
-REMEMBERED = 1024  # mask_mods whose first mask is known
+REMEMBERED = 1024  # mask_mods whose first mask is known, and parts of builds
 
 PLANS = 16  # plans for one mask_mod and grid, one for each kind of captured tensors and numbers
 Arguments = dict[str, Any]
@@ -74,9 +75,9 @@ def build(traced: Traced, layout: MaskLayout, interpreted: bool = False) -> dict
 
     A batch dimension is 1 if the graph does not read it.
     """
-    batch, heads = groups_of(traced, layout.sizes)
+    batch, heads = groups_of(traced.graph, layout.sizes)
     with torch.cuda.device(layout.device) if layout.device.type == "cuda" else nullcontext():
-        parts, numbers = _parts(traced, layout, interpreted)
+        parts, numbers = _parts_of(traced.graph, layout, interpreted)
         found = [part.runs(traced.tensors, numbers) for part in parts]
     kv, q = found[0] if len(found) == 1 else map(runs_of_parts, zip(*found, strict=True))
     return {"kv": _by_head(kv, batch, heads), "q": _by_head(q, batch, heads)}
@@ -85,7 +86,7 @@ def build(traced: Traced, layout: MaskLayout, interpreted: bool = False) -> dict
 def compile_ahead(traced: Traced, layout: MaskLayout) -> None:
     """Compiles the kernels of a `build` with these arguments, in threads; it loads and launches none."""
     with torch.cuda.device(layout.device):
-        parts, numbers = _parts(traced, layout, False)
+        parts, numbers = _parts_of(traced.graph, layout, False)
         parts[0].compile(traced.tensors, numbers)
 
 
@@ -94,12 +95,19 @@ def is_ordered(block: tuple[int, int], device: torch.device, interpreted: bool =
     return (interpreted or reads_order(target_of(device).name)) and max(block) <= ORDERED_BLOCK
 
 
-def _parts(traced: Traced, layout: MaskLayout, interpreted: bool) -> tuple[list[_BuilderPart], list[Any]]:
+def _parts_of(graph: Graph, layout: MaskLayout, interpreted: bool) -> tuple[list[_BuilderPart], list[Any]]:
     """Returns the parts of a build, and the numbers that their kernels take."""
-    batch, heads = groups_of(traced, layout.sizes)
-    found = builder(traced.graph, layout.sizes)
-    step = max(1, TILES_AT_ONCE // math.prod(layout.grid()))
     ordered = is_ordered(layout.block, layout.device, interpreted)
+    return _parts(graph, layout, interpreted, ordered, config.check_bounds())
+
+
+@lru_cache(REMEMBERED)
+def _parts(
+    graph: Graph, layout: MaskLayout, interpreted: bool, ordered: bool, checked: bool
+) -> tuple[list[_BuilderPart], list[Any]]:
+    batch, heads = groups_of(graph, layout.sizes)
+    found = builder(graph, layout.sizes)
+    step = max(1, TILES_AT_ONCE // math.prod(layout.grid()))
     same = layout._replace(sizes=(batch, heads, *layout.sizes[2:]))
     parts = [
         _builder_part(found.kernels, same, first, min(step, batch * heads - first), ordered, interpreted)
@@ -397,4 +405,4 @@ def _torch_can(traced: Traced, layout: MaskLayout) -> bool:
         return False
     if torch.cuda.get_sync_debug_mode():
         return False
-    return math.prod((*groups_of(traced, layout.sizes), *layout.grid())) <= MOST_TILES
+    return math.prod((*groups_of(traced.graph, layout.sizes), *layout.grid())) <= MOST_TILES

@@ -229,7 +229,7 @@ class Refined:
         self.axes = Axes(analyze(traced.graph, sizes), traced.tensors, sizes, device)
         self.rows = self.axes.tiles("row", self.block[0])
         self.columns = self.axes.tiles("column", self.block[1])
-        self.shape = *groups_of(traced, sizes), len(self.rows), len(self.columns)
+        self.shape = *groups_of(traced.graph, sizes), len(self.rows), len(self.columns)
         self.open = torch.empty(0, 4, dtype=torch.int64, device=device)
 
     def run_on_open(self) -> None:

@@ -182,11 +182,19 @@ class TileStorage:
     def list(self, name: str) -> Tensor | None:
         """One of the eight lists; see BlockMask."""
         if name not in self._lists:
-            made = self._lists.setdefault(name, self._made(name))  # another thread may have been first
+            new = self._made(name)
+            if new is not None and new.is_inference():
+                with torch.inference_mode(False):
+                    new = new.clone()  # torch counts writes to this one
+            made = self._lists.setdefault(name, new)  # another thread may have been first
             if made is not None:
                 self._versions.setdefault(name, version_of(made))
         found: Tensor | None = self._lists[name]
         return found
+
+    def all_lists(self) -> Parts:
+        """The eight lists by name."""
+        return {name: self.list(name) for name in LISTS}
 
     def written(self) -> tuple[object, ...]:
         """A value that changes with each write to a list that launches read.
@@ -197,7 +205,7 @@ class TileStorage:
 
     def as_lists(self, **replaced: Tensor | None) -> TileStorage:
         """The same tiles as lists, some of them replaced."""
-        return TileStorage.of_lists({name: self.list(name) for name in LISTS} | replaced)
+        return TileStorage.of_lists(self.all_lists() | replaced)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> TileStorage:
         """The same form, with these tensors."""

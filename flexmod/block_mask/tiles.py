@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod.ir.trace import Traced
+from flexmod.ir.graph import Graph
 from flexmod.runtime.private_torch import fix_sizes
 
 LISTS = (
@@ -58,10 +58,9 @@ def both_sizes(batch: tuple[int, ...]) -> tuple[int, int]:
     return entries, heads
 
 
-def groups_of(traced: Traced, sizes: Sequence[int]) -> tuple[int, int]:
+def groups_of(graph: Graph, sizes: Sequence[int]) -> tuple[int, int]:
     """The numbers of batch entries and heads that are built, each 1 if the graph does not read it."""
-    reads = traced.graph.reads
-    return sizes[0] if "b" in reads else 1, sizes[1] if "h" in reads else 1
+    return sizes[0] if "b" in graph.reads else 1, sizes[1] if "h" in graph.reads else 1
 
 
 class MaskLayout(NamedTuple):

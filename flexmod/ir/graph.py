@@ -200,6 +200,7 @@ class Graph(Immutable):
         """The graph with other results."""
         return replace(self, kind=kind or self.kind, results=tuple(results))
 
+    @cached_property
     def of_any_size(self) -> Graph:
         """The graph for calls of any size."""
         return replace(self, expected=()) if self.expected else self

@@ -29,8 +29,8 @@ class Watched:
     It detects writes that torch counts (`tensor.fill_()`, a step of most optimizers) and replaced tensors
     (`tensor.data = other`, `torch.utils.swap_tensors`, `module.to()`). It does not detect writes that torch
     does not count: through `tensor.data` or `tensor.detach().numpy()`, by an optimizer with `fused=True`, by
-    a custom kernel, into a storage. torch counts no writes to inference-mode tensors. They always count as
-    changed, or with `strict` False only if their kind or memory changed.
+    a custom kernel, into a storage. torch counts no writes to inference-mode tensors: they always count as
+    changed. So do tensors without a kind (`tensor_key`), unless `strict` is False.
 
     It keeps the tensors' memory alive, so that no other tensor gets their addresses.
     """
@@ -40,14 +40,14 @@ class Watched:
     def __init__(self, tensors: Sequence[Tensor], strict: bool = True) -> None:
         self.tensors = tuple(tensors)
         self._strict = strict
-        self._states = [_state(tensor, strict) for tensor in tensors]
+        self._states = [_state(tensor) for tensor in tensors]
         known = (t for t, state in zip(self.tensors, self._states, strict=True) if state is not None)
         self._memory = [tensor.untyped_storage() for tensor in known]
 
     def unchanged(self) -> bool:
         """Do the tensors still have their recorded kinds and, as far as torch knows, their values?"""
         for tensor, state in zip(self.tensors, self._states, strict=True):
-            if state != _state(tensor, self._strict) or (state is None and self._strict):
+            if state != _state(tensor) or (self._strict if state is None else state[1] == UNCOUNTED):
                 return False
         return True
 
@@ -68,11 +68,10 @@ def _copied(tensors: Sequence[Tensor], strict: bool, unchanged: bool) -> Watched
     return made
 
 
-def _state(tensor: Tensor, strict: bool) -> tuple[object, ...] | None:
-    """Kind, count of writes and address of a tensor; None if they cannot prove that it is unchanged."""
-    writes = version_of(tensor)
-    kind = None if writes == UNCOUNTED and strict else tensor_key(tensor)
-    return None if kind is None else (kind, writes, tensor.data_ptr())
+def _state(tensor: Tensor) -> tuple[object, ...] | None:
+    """Kind, count of writes and address of a tensor; None if it has no kind."""
+    kind = tensor_key(tensor)
+    return None if kind is None else (kind, version_of(tensor), tensor.data_ptr())
 
 
 SourceStates = list[tuple[object, object]]
@@ -83,7 +82,7 @@ def source_states(tensors: Sequence[Tensor]) -> SourceStates:
 
     Keeps no memory alive: the tensors may be of a compiled graph, which reuses or captures its memory.
     """
-    return [(_state(tensor, False), _memory_of(tensor)) for tensor in tensors]
+    return [(_state(tensor), _memory_of(tensor)) for tensor in tensors]
 
 
 def _memory_of(tensor: Tensor) -> object:
