@@ -107,7 +107,7 @@ class MaskData:
         mask._seen = mask._lists_now()
         mask._mask_mod, mask.positions = mask_mod, positions_of(mask_mod)
         mask._know(traced)
-        storage.computed_from(source_states(traced.tensors))
+        storage.found_from(source_states(traced.tensors))
         return mask
 
     @property
@@ -315,7 +315,7 @@ class MaskData:
         storage = self._find_tiles(self, traced)
         if again:
             self._know(traced)
-        storage.computed_from(sources)
+        storage.found_from(sources)
         self._storage, self.full_tiles_padded, self._watched = storage, False, watched
         self._seen = self._lists_now()
         return True
@@ -353,7 +353,7 @@ class MaskData:
         self.__dict__.update(state)
         self.positions = positions_of(self._mask_mod)
         self._know(self._traced)
-        self._storage.computed_from(source_states(self._traced.tensors))
+        self._storage.found_from(source_states(self._traced.tensors))
         self._seen = self._lists_now() if state["_seen"] else None
 
     def _state(self) -> dict[str, Any]:

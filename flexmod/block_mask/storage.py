@@ -29,7 +29,8 @@ from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import SourceStates, computed_from
-from flexmod.runtime.private_torch import UNCOUNTED, version_of
+from flexmod.runtime.private_torch import UNCOUNTED, current_stream, version_of
+from flexmod.runtime.tensor_kinds import has_no_values
 
 Axis = Literal["kv", "q"]
 Form = Literal["runs", "lists"]
@@ -52,6 +53,8 @@ class TileStorage:
         separate: bool = True,
     ) -> None:
         self._versions: dict[str, int] = {}  # of lists that were computed from runs
+        self._stream: int | None = None  # of a GPU, on which the tiles were found
+        self._waiting: set[int] = set()  # other streams that wait for the tiles
         self.batch = batch
         self.grid = grid
         self.form: Form = "lists" if by_axis is None else "runs"
@@ -143,10 +146,29 @@ class TileStorage:
     def device(self) -> torch.device:
         return self._tensors[0].device
 
-    def computed_from(self, sources: SourceStates) -> None:
-        """Records the captured tensors from which the runs were computed."""
+    def found_from(self, sources: SourceStates) -> None:
+        """Records of tiles that were just found the captured tensors and the GPU's stream."""
         if self._runs is not None:
             computed_from(self._by_axis("kv").spans, sources)
+            if self.device.type == "cuda" and not has_no_values(self._tensors[0]):
+                self._stream = current_stream(self.device.index)
+
+    def wait(self) -> None:
+        """Has a GPU's current stream wait for the tiles, if they were found on another one.
+
+        A user does not know when a call finds tiles, so the streams of two calls may not wait for each other.
+        """
+        if self._stream is None:
+            return
+        index = self.device.index
+        now = current_stream(index)
+        if now == self._stream or now in self._waiting or is_captured(self.device):
+            return
+        stream = torch.cuda.current_stream(index)
+        stream.wait_stream(torch.cuda.ExternalStream(self._stream, index))
+        for tensor in self._tensors:
+            tensor.record_stream(stream)
+        self._waiting.add(now)
 
     def runs(self, axis: Axis) -> Runs | None:
         """The runs by row ("kv") or by column ("q") of a mask of the form "runs"."""
@@ -182,6 +204,7 @@ class TileStorage:
     def list(self, name: str) -> Tensor | None:
         """One of the eight lists; see BlockMask."""
         if name not in self._lists:
+            self.wait()
             new = self._made(name)
             if new is not None and new.is_inference():
                 with torch.inference_mode(False):

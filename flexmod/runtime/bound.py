@@ -72,6 +72,8 @@ class Bound:
         numbers: Sequence[bool | int | float] = (),
     ) -> Tensors:
         """Runs the plan on tensors and numbers of its kinds; `mask`: the snapshot with the mask's tensors."""
+        if mask is not None:
+            mask.storage.wait()
         watched = dispatch_mode_count() or self._hooked()
         room: Room = [*tensors, *numbers, *self._blank]
         for step in self._watched if watched else self._steps:

@@ -58,6 +58,62 @@ def test_threads(alone: list[list[Tensor]]) -> None:
             held_to(alone, number, call)
 
 
+@pytest.mark.parametrize("way", ["handle", "score_mod", "written", "lists"])
+@torch.no_grad()
+def test_tiles_that_another_stream_finds(way: str) -> None:
+    """A call finds the tiles on its stream, behind other work; the next one is on a stream that knows
+    nothing of it.
+    """
+    width = torch.tensor(40, device=DEVICE)
+    q, k, v = (torch.randn(1, 4, 1000, HEAD_DIM, device=DEVICE, dtype=torch.float16) for _ in range(3))
+
+    def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx - kv_idx).abs() <= width
+
+    def near_alone(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.where((q_idx - kv_idx).abs() <= 200, s, -torch.inf)
+
+    handle = flexmod.compile(mask_mod=masks.sliding_window(201, causal=False))
+    length = 1000
+    if way in ("written", "lists"):
+        mask = flexmod.create_block_mask(near, None, None, length, length, device=DEVICE)
+
+    def attend(number: int) -> Tensor:
+        x = [t[:, :, :number] for t in (q, k, v)]
+        if way == "score_mod":
+            return flexmod.flex_attention(*x, near_alone)
+        return handle(*x) if way == "handle" else flexmod.flex_attention(*x, block_mask=mask)
+
+    for number in (700, 800) if way in ("handle", "score_mod") else ():
+        attend(number)  # torch finds the tiles of a first mask, and waits for the device
+    if way in ("written", "lists"):
+        for value in (60, 80):
+            width.fill_(value)
+            attend(length)
+    width.fill_(200)
+    torch.cuda.synchronize()
+    one, other = (torch.cuda.Stream(DEVICE) for _ in range(2))
+    with torch.cuda.stream(one):
+        for size in (1 << n for n in range(4, 16)):
+            torch.zeros(size, dtype=torch.int32, device=DEVICE)  # what memory has without the tiles
+        torch.cuda._sleep(200_000_000)
+        if way == "lists":
+            mask.refresh()
+        else:
+            attend(length)
+    with torch.cuda.stream(other):
+        found = mask.kv_num_blocks.clone() if way == "lists" else attend(length)
+    torch.cuda.synchronize()
+    if way == "lists":
+        wide = flexmod.create_block_mask(near, None, None, length, length, device=DEVICE)
+        assert torch.equal(found, wide.kv_num_blocks)
+    else:
+        i = torch.arange(length, device=DEVICE)
+        kept = (i[:, None] - i).abs() <= 200
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, kept)
+        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=2e-3)
+
+
 def process(folder: Path, number: int) -> subprocess.Popen[str]:
     environment = {
         **os.environ,

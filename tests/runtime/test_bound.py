@@ -103,6 +103,11 @@ def counted(x: Tensor, number: int) -> tuple[Tensor]:
     return (x + number,)
 
 
+def snapshot() -> Any:
+    """What a run reads of a MaskSnapshot."""
+    return SimpleNamespace(derived={}, storage=SimpleNamespace(wait=lambda: None))
+
+
 def kept_by(number: int) -> Bound:
     writer, x = PlanWriter(), named("x", torch.ones(2))
     made = Place("made", x.shape, (1,), torch.float32)
@@ -112,7 +117,7 @@ def kept_by(number: int) -> Bound:
 
 def test_what_stays_is_made_again_after_a_write() -> None:
     calls.clear()
-    one, two, x, mask = kept_by(1), kept_by(2), torch.ones(2), SimpleNamespace(derived={})
+    one, two, x, mask = kept_by(1), kept_by(2), torch.ones(2), snapshot()
     for _ in range(3):
         assert one.run((x,), mask)[0].tolist() == [2.0, 2.0]  # type: ignore[union-attr]
         assert two.run((x,), mask)[0].tolist() == [3.0, 3.0]  # type: ignore[union-attr]
@@ -129,7 +134,7 @@ def test_nothing_stays_where_nobody_remembers_or_writes_are_not_seen() -> None:
         made.run((torch.ones(2),))
     with torch.inference_mode():
         x = torch.ones(2)
-    mask = SimpleNamespace(derived={})
+    mask = snapshot()
     for number in (1.0, 5.0):
         with torch.inference_mode():
             x.fill_(number)
@@ -138,7 +143,7 @@ def test_nothing_stays_where_nobody_remembers_or_writes_are_not_seen() -> None:
 
 
 def test_what_stays_is_bounded() -> None:
-    made, x, mask = kept_by(1), torch.ones(2), SimpleNamespace(derived={})
+    made, x, mask = kept_by(1), torch.ones(2), snapshot()
     for _ in range(3 * bound.KEPT):
         x.add_(1)
         made.run((x,), mask)
