@@ -150,7 +150,8 @@ class TileStorage:
         """Records of tiles that were just found the captured tensors and the GPU's stream."""
         if self._runs is not None:
             computed_from(self._by_axis("kv").spans, sources)
-            if self.device.type == "cuda" and not has_no_values(self._tensors[0]):
+            known = self._stream is not None or has_no_values(self._tensors[0])
+            if self.device.type == "cuda" and not known:
                 self._stream = current_stream(self.device.index)
 
     def wait(self) -> None:
