@@ -53,6 +53,11 @@ def attend(
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
+def dense_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.double() for x in (q, k, v))
+    return torch.softmax(q @ k.T / q.shape[-1] ** 0.5, -1) @ v
+
+
 def dense(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, bias: Any = None) -> list[Tensor]:
     """The same in float64, for q [M, D] and the like; `bias` is added to the scores."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
@@ -159,6 +164,39 @@ def check_the_ends(query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, 
         truth = dense(*(x[b, h] for x in (query, key, value, grad_out)))
         for ours, other, name in zip(found, truth, ("out", "dq", "dk", "dv"), strict=True):
             close(ours[b, h], other, f"{name} of batch {b}, head {h}")
+
+
+@pytest.mark.parametrize("form", ["rows", "heads", "pages"])
+@needs(40)
+@torch.no_grad()
+def test_few_queries_of_keys_beyond_two_to_the_31(form: str) -> None:
+    """A query attends to the last keys, whose offsets exceed int32: by row, by head, or in a listed page."""
+    heads, length, dim = (8, 2**21 + 256, 128) if form == "rows" else (16, 2**20 + 256, 256)
+    shape = (1, length, heads, dim) if form == "rows" else (1, heads, length, dim)
+    q = random(1, 2 * heads, 1, dim)
+    k, v = (torch.zeros(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    if form == "rows":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    assert (heads - 1) * k.stride(1) + (length - 200) * k.stride(2) > BEYOND
+    for x in (k, v):
+        x[:, :, -200:] = random(1, heads, 200, dim)
+
+    def last(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx >= length - 200
+
+    if form == "pages":
+        counts, pages = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[[2]]], [[[[1, 0]]]]))
+        pages += length // 128 - 2
+        mask = flexmod.BlockMask.from_kv_blocks(
+            counts, pages, mask_mod=last, seq_lengths=(1, length), compute_q_blocks=False
+        )
+    else:
+        mask = flexmod.create_block_mask(last, None, None, 1, length, device=DEVICE)
+    options: Any = {"BACKEND": "TRITON_DECODE"}
+    out = flexmod.flex_attention(q, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
+    for head in (0, heads - 1):
+        truth = dense_out(q[0, 2 * head], k[0, head, -200:], v[0, head, -200:])
+        close(out[0, 2 * head], truth, form)
 
 
 # Grids
