@@ -21,7 +21,7 @@ from flexmod.block_mask import refine
 from flexmod.block_mask.combine import dense_mask
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.parts import MaskMod, block_pair, device_of, length, noop_mask, positive, trace_mask
-from flexmod.block_mask.storage import Axis, TileStorage, is_captured
+from flexmod.block_mask.storage import Axis, MaskSnapshot, TileStorage, is_captured
 from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, both_sizes, tile_count
 from flexmod.errors import DeviceMismatch, InGraphMaskError, MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
@@ -406,6 +406,7 @@ def present_tiles(storage: TileStorage, traced: Traced, layout: MaskLayout, outs
     if last is not None and last[:3] == (sources, traced.graph, layout) and not uncounted:
         return last[3]
     found = find_tiles(traced, layout)
+    found.found_from(sources)
     if outside and (known is not None or layout.device.type == "cpu"):
         _found_again[memory] = sources, traced.graph, layout, found
     return found
@@ -415,12 +416,14 @@ def present_tiles(storage: TileStorage, traced: Traced, layout: MaskLayout, outs
 _checked = WeakTensorKeyDictionary()
 
 
-def masked(storage: TileStorage, traced: Traced, layout: MaskLayout, padded: bool) -> BlockMask:
-    """Makes a BlockMask for launches, whose mask_mod is never called. Validates lists once in each state.
+def masked(storage: TileStorage, traced: Traced, layout: MaskLayout, padded: bool) -> MaskSnapshot:
+    """Makes a mask for launches. Validates lists once in each state.
 
     Raises the errors of `BlockMask.look`.
     """
     lengths, block = layout.sizes[2:], layout.block
+    if storage.form == "runs" and not storage.outdated:
+        return MaskSnapshot(storage, lengths, block, padded, traced)
     mask = BlockMask._of_storage(storage, lengths, block, noop_mask, traced, padded)
     lists = mask.storage.written()
     if lists:
@@ -429,4 +432,4 @@ def masked(storage: TileStorage, traced: Traced, layout: MaskLayout, padded: boo
             mask.full_tiles_padded = known[1]
         elif mask.look(again=True):
             _checked[mask.kv_indices] = now, mask.full_tiles_padded
-    return mask
+    return mask.snapshot()

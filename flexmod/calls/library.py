@@ -197,11 +197,10 @@ _BACKWARD = (
 
 def _put_together(
     query: Tensor, key: Tensor, value: Tensor, given: Given, track: bool
-) -> tuple[autograd.PreparedCall, MaskSnapshot | None, tuple[int, ...]]:
-    """Returns the call, its mask, and the places of its score mod's captures among the given tensors."""
+) -> tuple[prepared.CheckedCall, MaskSnapshot | None]:
+    """Returns the call and its mask. Its `places` are among the given captured tensors."""
     variant = _variant(given.variant)
-    block_mask = _mask_of(variant, given, query.device)
-    mask = None if block_mask is None else block_mask.snapshot()
+    mask = _mask_of(variant, given, query.device)
     tensors = (query, key, value, *given.captured, *(() if mask is None else mask.tensors))
     keys = [tensor_key(tensor) for tensor in tensors]
     numbers = (*given.integers, None, *given.numbers, None, *given.mask_integers)
@@ -216,7 +215,7 @@ def _put_together(
         query.device,
         lambda: _made_ready(query, key, value, given, variant, mask, track),
     )
-    return ready.call, ready.mask(mask), ready.places
+    return ready, ready.mask(mask)
 
 
 def _made_ready(
@@ -237,11 +236,12 @@ def _made_ready(
     )
     traced = prepared.TracedCall(query, key, value, source, mask, asked, track)
     call, own = prepared.checked(traced)
-    return prepared.CheckedCall(call, own, places if call.problem.score is not None else ())
+    places = places if call.problem.score is not None else ()
+    return prepared.CheckedCall(call, own, places, results=_results(query, value, variant, track))
 
 
-def _mask_of(variant: OperationConstants, given: Given, device: torch.device) -> BlockMask | None:
-    """Builds the block mask from its parts."""
+def _mask_of(variant: OperationConstants, given: Given, device: torch.device) -> MaskSnapshot | None:
+    """Returns the mask from its parts, for the launches of this call."""
     if variant.form == "none":
         return None
     graph, *numbers = given.numbers
@@ -254,7 +254,7 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
             return mod.run((b, h, q_idx, kv_idx), captured, known)
 
         lists: dict[str, Any] = dict.fromkeys(LISTS) | dict(zip(variant.names, given.tiles, strict=True))
-        return BlockMask(lengths, **lists, BLOCK_SIZE=block, mask_mod=mask_mod)
+        return BlockMask(lengths, **lists, BLOCK_SIZE=block, mask_mod=mask_mod).snapshot()
     separate, padded, classified = variant.flags
     layout = MaskLayout((rest[0], rest[1], *lengths), block, device, separate)
     outside = variant.form == "storage"
@@ -272,29 +272,28 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[T
     """Returns out, lse, the row maximum, and two tensors for the backward; absent ones have no elements."""
     given, track = Given(*rest[:-1]), rest[-1]
     with autograd.no_autocast(query.device.type):
-        call, mask, places = _put_together(query, key, value, given, track)
-        captured = [given.captured[place] for place in places]
-        found = call.forward(mask, (query, key, value, *captured))
-    layouts = _results(query, value, _variant(given.variant), track)
-    return tuple(layout.of(result) for layout, result in zip_longest(layouts, found))
+        ready, mask = _put_together(query, key, value, given, track)
+        captured = [given.captured[place] for place in ready.places]
+        found = ready.call.forward(mask, (query, key, value, *captured))
+    return tuple([layout.of(result, query) for layout, result in zip_longest(ready.results, found)])
 
 
 class _ResultLayout(NamedTuple):
-    """The memory layout that a graph expects of a result; `like` has its device."""
+    """The memory layout that a graph expects of a result."""
 
-    like: Tensor
     shape: Sequence[int]
     strides: Sequence[int]
     dtype: torch.dtype
 
-    def empty(self) -> Tensor:
-        return self.like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
+    def empty(self, like: Tensor) -> Tensor:
+        """Returns an uninitialized tensor on the device of `like`."""
+        return like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
 
-    def of(self, found: Tensor | None) -> Tensor:
+    def of(self, found: Tensor | None, like: Tensor) -> Tensor:
         """Returns `found` in this layout, or an uninitialized tensor for None."""
         if found is None:
-            return self.empty()
-        return found if found.stride() == tuple(self.strides) else self.empty().copy_(found)
+            return self.empty(like)
+        return found if found.stride() == tuple(self.strides) else self.empty(like).copy_(found)
 
 
 def _results(query: Tensor, value: Tensor, variant: OperationConstants, track: bool) -> list[_ResultLayout]:
@@ -307,11 +306,11 @@ def _results(query: Tensor, value: Tensor, variant: OperationConstants, track: b
         of_query, of_value.shape[3], order_of(query),
         want_max=variant.want_max, kept=kept, dtype=variant.out_dtype,
     )  # fmt: skip
-    nothing = _ResultLayout(query, (0,), (1,), dtype_of_sums(query.dtype))
+    nothing = _ResultLayout((0,), (1,), dtype_of_sums(query.dtype))
     made = [
         nothing
         if place is None
-        else _ResultLayout(query, values_of(place.shape, sizes), values_of(place.strides, sizes), place.dtype)
+        else _ResultLayout(values_of(place.shape, sizes), values_of(place.strides, sizes), place.dtype)
         for place in places
     ]
     return made + [nothing] * (5 - len(made))
@@ -330,7 +329,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ..
     *given, track = rest
     variant = _variant(Given(*given).variant)
     checks.check_tensors(query, key, value, variant.enable_gqa)
-    return tuple(layout.empty() for layout in _results(query, value, variant, track))
+    return tuple(layout.empty(query) for layout in _results(query, value, variant, track))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -384,7 +383,8 @@ def _gradient(
     """Returns gradients of query, key, value and each captured tensor, in this order, if `needs` is True."""
     given, needs = Given(*rest[:-1]), rest[-1]
     with autograd.no_autocast(query.device.type):
-        call, mask, places = _put_together(query, key, value, given, True)
+        ready, mask = _put_together(query, key, value, given, True)
+        call, places = ready.call, ready.places
         named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
         _check_gradient(query, value, {**named, "first": first, "second": second})
         kept = tuple(tensor for tensor in (first, second) if tensor.numel())
@@ -400,7 +400,7 @@ def _gradient(
     asked = [grad for grad, need in zip(grads, needs, strict=True) if need]
     layouts = _gradients(query, key, value, given, needs)
     return [
-        layout.empty().zero_() if grad is None else layout.of(grad)
+        layout.empty(query).zero_() if grad is None else layout.of(grad, query)
         for layout, grad in zip(layouts, asked, strict=True)
     ]
 
@@ -432,7 +432,7 @@ def _gradients(
     """Returns the layouts of `_gradient`'s results."""
 
     def laid_out(x: Tensor, strides: Sequence[Any]) -> _ResultLayout:
-        return _ResultLayout(x, x.shape, strides, x.dtype)
+        return _ResultLayout(x.shape, strides, x.dtype)
 
     of_call = [laid_out(x, strides_in_order(x.shape, x.shape[3], order_of(x))) for x in (query, key, value)]
     of_mod = [laid_out(x, contiguous(x.shape)) for x in given.captured]
@@ -447,7 +447,7 @@ gradient = torch.library.custom_op(
 @gradient.register_fake
 def _(*inputs: Any) -> list[Tensor]:
     (query, key, value), (*given, needs) = inputs[2:5], inputs[9:]
-    return [layout.empty() for layout in _gradients(query, key, value, Given(*given), needs)]
+    return [layout.empty(query) for layout in _gradients(query, key, value, Given(*given), needs)]
 
 
 def _refuse(ctx: Any, *gradients: Any) -> NoReturn:

@@ -9,7 +9,7 @@ fingerprint. flexmod checks and traces such a call each time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -88,12 +88,14 @@ class CheckedCall(NamedTuple):
 
     `own`: the mask from the score mod's -inf branches. `places`: where the score mod's captured tensors stand
     among the tensors of the fingerprint, or among an operation's tensors. `autocast`: autocast is enabled.
+    `results`: the layouts of an operation's results.
     """
 
     call: autograd.PreparedCall
     own: MaskSnapshot | None
     places: tuple[int, ...]
     autocast: bool = False
+    results: Sequence[Any] = ()
 
     def mask(self, given: MaskSnapshot | None) -> MaskSnapshot | None:
         """Returns the mask for a call that passes `given`.
