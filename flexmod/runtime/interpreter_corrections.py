@@ -16,7 +16,7 @@ Its types and checks take more time than numpy's arithmetic: with `quicken` a ke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -139,7 +139,7 @@ def quicken(interpreter: Any, tl: Any) -> None:
     _quicken_types(interpreter, tl.core)
     semantic = type(interpreter.interpreter_semantic)
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    convert, make_tensor = semantic.cast, semantic.to_tensor
+    make_tensor = semantic.to_tensor
     # A division converts the other floating types, and a pointer is no operand of most operations.
     kept = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp32", "fp64"}
 
@@ -151,13 +151,10 @@ def quicken(interpreter: Any, tl: Any) -> None:
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
         return (lhs, rhs) if lhs.type is rhs.type else broadcast(self, lhs, rhs)
 
-    def cast(self: Any, input: Any, dst_ty: Any, *rounding: Any, **options: Any) -> Any:
-        return input if input.dtype is dst_ty else convert(self, input, dst_ty, *rounding, **options)
-
     def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
         return x if type(x) is tl.tensor else make_tensor(self, x, check_type)
 
-    for function in (binary_op_type_checking_impl, broadcast_impl_value, cast, to_tensor):
+    for function in (binary_op_type_checking_impl, broadcast_impl_value, to_tensor):
         setattr(semantic, function.__name__, function)
     for name in ("computation_type_impl", "scalar_constant"):  # no operation writes to an operand
         setattr(semantic, name, lru_cache(MEMO, typed=True)(getattr(semantic, name)))
@@ -174,14 +171,12 @@ def quicken(interpreter: Any, tl: Any) -> None:
 
 
 def _quicken_types(interpreter: Any, core: Any) -> None:
-    """Makes equal block types one object, remembers shapes, and makes a tuple's type at its first use.
+    """Makes equal block types one object, and remembers their shapes.
 
-    Each operation makes several of these, though only tuples of a kernel's own need a type. All block types
-    are kept, since they are compared as objects: kernels have few dtypes and sizes of tiles.
+    Each operation makes several of these. All block types are kept, since they are compared as objects:
+    kernels have few dtypes and sizes of tiles.
     """
-    make_block, make_tuple, unwrap = core.block_type.__init__, core.tuple.__init__, core._unwrap_if_constexpr
-    plain = {core.tensor, core.dtype, core.pointer_type, int, float, bool, type(None)}
-    equal, equal_tuples = core.dtype.__eq__, core.tuple.__eq__
+    make_block, equal, equal_tuples = core.block_type.__init__, core.dtype.__eq__, core.tuple.__eq__
     known: dict[Any, Any] = {}
 
     def new_block(cls: Any, element_ty: Any, shape: Any) -> Any:
@@ -191,20 +186,6 @@ def _quicken_types(interpreter: Any, core: Any) -> None:
             make_block(made, element_ty, shape)
             known[key] = made
         return known[key]
-
-    def tuple_of(self: Any, args: Sequence[Any], type: Any = None) -> None:
-        if type is None:
-            self.values = list(args)
-        else:
-            make_tuple(self, args, type)
-
-    def tuple_type(self: Any) -> Any:
-        if "_type" not in vars(self):
-            self._type = core._type_for_tuple_values(self.values)
-        return self._type
-
-    def set_tuple_type(self: Any, type: Any) -> None:
-        self._type = type
 
     def same_dtype(self: Any, other: Any) -> bool:
         if self is other:
@@ -217,9 +198,6 @@ def _quicken_types(interpreter: Any, core: Any) -> None:
             return core.constexpr(self.values == values)
         return equal_tuples(self, other)
 
-    def unwrap_if_constexpr(o: Any) -> Any:
-        return o if type(o) in plain else unwrap(o)
-
     @lru_cache(MEMO)
     def shape_of(type: Any) -> tuple[Any, Any]:
         sizes = type.shape if type.is_block() else ()
@@ -229,10 +207,8 @@ def _quicken_types(interpreter: Any, core: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shape_of(type)
 
-    core._unwrap_if_constexpr = unwrap_if_constexpr
     core.dtype.__eq__, core.tuple.__eq__, core.tensor.__init__ = same_dtype, same_tuple, tensor
     core.pointer_type.__hash__ = core.dtype.__hash__  # Triton leaves it without one
-    core.tuple.__init__, core.tuple.type = tuple_of, property(tuple_type, set_tuple_type)
     block = core.block_type
     block.__new__, block.__init__ = new_block, lambda self, element_ty, shape: None
     block.__eq__, block.__hash__ = object.__eq__, object.__hash__
