@@ -235,9 +235,13 @@ def compile_ahead(function: Any, device: torch.device, arguments: Mapping[str, A
 
     Tensors among `arguments` are stand-ins on meta, as aligned as the real ones.
     """
+    return compiled(function, device, with_counters(arguments))
+
+
+def with_counters(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a launch with stand-ins of counters, without memory."""
     counter = torch.empty(1, dtype=torch.int32, device="meta")
-    given = {name: counter if value is COUNTER else value for name, value in arguments.items()}
-    return compiled(function, device, given)
+    return {name: counter if value is COUNTER else value for name, value in arguments.items()}
 
 
 def _ready(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 
 from flexmod.runtime.private_triton import add_tile as add_tile
+from flexmod.runtime.private_triton import canonicalize_dtype
 
 if TYPE_CHECKING:  # a second process compiles without torch
     import torch
@@ -143,24 +144,11 @@ def running_max(before, tile):  # type: ignore[no-untyped-def]
     return gl.maximum(before, gl.convert_layout(largest, before.type.layout))
 
 
-# Triton's names of dtypes, by torch's
-TYPES = {
-    "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32", "torch.float64": "fp64",
-    "torch.uint8": "u8", "torch.int8": "i8", "torch.int16": "i16", "torch.int32": "i32", "torch.int64": "i64",
-    "torch.bool": "i1", "torch.float8_e4m3fn": "fp8e4nv", "torch.float8_e5m2": "fp8e5",
-}  # fmt: skip
-
-
-def type_of(dtype: torch.dtype) -> str:
-    """Returns Triton's name of a dtype. Raises KeyError."""
-    return TYPES[str(dtype)]
-
-
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> NVMMASharedLayout:
     """Returns a tile's layout in shared memory, as the TMA unit writes it and the matrix unit reads it."""
-    return NVMMASharedLayout.get_default_for(list(block), tl.dtype(type_of(dtype)))
+    return NVMMASharedLayout.get_default_for(list(block), tl.dtype(canonicalize_dtype(dtype)))
 
 
 def descriptor_type(block: tuple[int, ...], dtype: torch.dtype) -> str:
     """Returns Triton's type of a descriptor, for an offline compile."""
-    return f"tensordesc<{type_of(dtype)}{list(block)},{layout_of(block, dtype)!r}>"
+    return f"tensordesc<{canonicalize_dtype(dtype)}{list(block)},{layout_of(block, dtype)!r}>"

@@ -17,13 +17,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from triton import JITFunction
 
 from flexmod.errors import EnvironmentSwitchError
-from flexmod.runtime import compiler_bugs
-from flexmod.runtime.direct import COUNTER
-from flexmod.runtime.gluon import TensorDescriptor, descriptor_type, type_of
+from flexmod.runtime import compiler_bugs, private_triton
+from flexmod.runtime.direct import with_counters
 from flexmod.runtime.private_triton import assembler, compile_for, disassembler
 from flexmod.runtime.target import MEASURED, Target, named
 
@@ -120,9 +118,6 @@ def specialized(
     """Returns what Triton specializes a kernel on for a launch with these arguments, see `compile`: the
     signature, the constants, and `divisible` with all options.
 
-    None and the integer 1 are constants. Other integers and pointers count as multiples of 16 or not. A
-    parameter in the kernel's `do_not_specialize` counts by type only, a tensor by dtype.
-
     Raises EnvironmentSwitchError where TRITON_INTERPRET=1: such a process compiles no kernel.
     """
     if not isinstance(kernel, JITFunction):
@@ -130,35 +125,8 @@ def specialized(
             name="TRITON_INTERPRET", value=os.environ.get("TRITON_INTERPRET"),
             accepted="0 to compile kernels; kernel_options={'BACKEND': 'INTERPRET'} interprets without it",
         )  # fmt: skip
-    fixed = set(kernel.do_not_specialize)
-    signature: dict[str, str] = {}
-    constants: dict[str, object] = {}
-    divisible: dict[str, bool] = {}
-    for parameter in kernel.params:
-        name = parameter.name
-        value = arguments[name]
-        one = type(value) is int and value == 1 and name not in fixed
-        if parameter.is_constexpr or value is None or one:
-            constants[name] = value
-            continue
-        signature[name] = kind_of(value)
-        if name not in fixed and signature[name].startswith(("*", "i")):
-            divisible[name] = isinstance(value, Tensor) or value is COUNTER or value % 16 == 0
-    given = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
-    return signature, constants, {"num_warps": 4, "num_stages": STAGES, "divisible": divisible, **given}
-
-
-def kind_of(value: Any) -> str:
-    """Returns Triton's type of an argument."""
-    if isinstance(value, Tensor):
-        return f"*{type_of(value.dtype)}"
-    if isinstance(value, TensorDescriptor):
-        return descriptor_type(tuple(value.block_shape), value.base.dtype)
-    if value is COUNTER:
-        return "*i32"
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
+    signature, constants, divisible, options = private_triton.specialized(kernel, with_counters(arguments))
+    return signature, constants, {"num_warps": 4, "num_stages": STAGES, "divisible": divisible, **options}
 
 
 def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import triton
 from triton import knobs as knobs
+from triton._utils import canonicalize_dtype as canonicalize_dtype
+from triton.backends.compiler import BaseBackend
 from triton.backends.compiler import GPUTarget as GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import CompiledKernel as CompiledKernel
@@ -29,7 +31,7 @@ from triton.runtime import build
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources as OutOfResources
-from triton.runtime.jit import JITCallable
+from triton.runtime.jit import JITCallable, create_function_from_signature
 
 from flexmod.runtime.locks import Lock
 
@@ -80,6 +82,25 @@ def compile_for(
         if name in divisible
     }
     return compile_same(kernel, Specialized(types, dict(constexprs), sixteens, dict(options), target))
+
+
+def specialized(
+    function: Any, arguments: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], dict[str, bool], dict[str, Any]]:
+    """Returns what Triton specializes a jit function on for a launch with these arguments, see `compile_for`:
+    the signature, the constants, which parameters are multiples of 16, and the options among the arguments.
+    """
+    bind = create_function_from_signature(function.signature, function.params, BaseBackend)
+    values, kinds, options = bind(**arguments)
+    signature, constants, divisible = {}, {}, {}
+    for name, (kind, mark) in zip(values, kinds, strict=True):
+        if kind == "constexpr":
+            constants[name] = values[name]
+            continue
+        signature[name] = kind
+        if mark is not None:
+            divisible[name] = "D" in mark
+    return signature, constants, divisible, options
 
 
 def assembler(target: GPUTarget) -> list[str]:
