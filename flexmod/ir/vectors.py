@@ -317,8 +317,11 @@ def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any])
             raise refusal
         x, y = (_vector(tracer, operand, name) for operand in operands)
         return _product_of(x, y)
-    named.pop("ord", None) if named.get("ord", 2) == 2 else None
-    named.pop("p", None) if named.get("p", 2) in (2, "fro") else None
+    order: Any = None
+    if REDUCED[name] is _norm:
+        order = rest.pop(0) if rest else named.pop("p", named.pop("ord", None))
+    if order not in (None, 2, "fro"):
+        raise refusal
     dims, keepdim = (rest or [named.pop("dim", None)])[0], named.pop("keepdim", False)
     dtype = named.pop("dtype", None)
     if name in ("max", "min") and dims is not None:
@@ -330,6 +333,8 @@ def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any])
         raise refusal
     vector = _vector(tracer, first, name)
     dims = range(vector.dim()) if dims is None else (dims,) if isinstance(dims, int) else dims
+    if name == "linalg_norm" and order == 2 and len(dims) > 1:  # a matrix's largest singular value
+        raise refusal
     found = _reduced(vector, REDUCED[name], tuple(dims), keepdim)
     return found if dtype is None else found.to(dtype)
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.attention.flex_attention as theirs
 from torch import Tensor
 
-from flexmod import create_block_mask, create_mask, flex_attention
+from flexmod import create_block_mask, create_mask, errors, flex_attention
+from flexmod.ir.trace import trace
 
 LENGTH = 37
 BACKENDS = (None, "REFERENCE", "INTERPRET")
@@ -36,6 +37,12 @@ SCORES: dict[str, Made] = {
     "norm": lambda t: lambda s, b, h, q, k: s - (t["place"][q] - t["place"][k]).norm(),
     "torch.norm": lambda t: lambda s, b, h, q, k: s - torch.norm(t["place"][q] - t["place"][k], dim=-1),
     "vector norm": lambda t: lambda s, b, h, q, k: s + torch.linalg.vector_norm(t["place"][q], dim=-1),
+    "norm of order 2": lambda t: lambda s, b, h, q, k: (
+        s + t["frames"][q].norm(2) + torch.norm(t["frames"][k], 2, -1).sum()
+    ),
+    "vector norm of order 2": lambda t: lambda s, b, h, q, k: (
+        s + torch.linalg.vector_norm(t["frames"][q], 2) + torch.linalg.norm(t["frames"][k], 2, 0).sum()
+    ),
     "dot": lambda t: lambda s, b, h, q, k: s + torch.dot(t["place"][q], t["place"][k]),
     "@": lambda t: lambda s, b, h, q, k: s * (t["place"][q] @ t["weight"]),
     "@ of a frame": lambda t: lambda s, b, h, q, k: s + (t["frames"][q] @ t["place"][k]).amax(-1),
@@ -145,6 +152,19 @@ def test_the_root_of_nothing_has_a_gradient_of_0() -> None:
     out = flex_attention(*qkv(), lambda s, b, h, q, k: s - (place[q] - place[k]).norm())
     (grad,) = torch.autograd.grad(out.sum(), place)
     assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x: x[0].norm(1), lambda x: x[0].norm(p=3.0), lambda x: torch.linalg.vector_norm(x, 1),
+        lambda x: torch.linalg.norm(x, 2), lambda x: torch.linalg.norm(x, ord="nuc"),
+    ],
+)  # fmt: skip
+def test_norms_of_other_orders_are_refused(norm: Callable[[Tensor], Tensor]) -> None:
+    frames = tensors()["frames"]
+    with pytest.raises(errors.ReductionError):
+        trace(lambda s, b, h, q, k: s + norm(frames[q]), "score")
 
 
 def test_a_scalar_beside_halves_is_not_rounded() -> None:
