@@ -55,7 +55,7 @@ from flexmod.codegen.spec import KernelName, KernelSpec, Limits, Tile, ladder
 from flexmod.errors import CaptureBoundsError, Where
 from flexmod.ir.derivative import Along
 from flexmod.ir.exponents import is_small
-from flexmod.runtime.plan import Extent, Place, PlanWriter, RunNumber
+from flexmod.runtime.plan import Extent, Place, PlanWriter, RunNumber, Source
 
 Kind = Literal["pointer", "tile", "size", "stride", "number", "double", "found"]
 
@@ -284,7 +284,7 @@ class Captured(NamedTuple):
 NOTHING = Captured()
 
 
-class Made(Protocol):
+class Made(Source, Protocol):
     """The kernels of a family for one direction of a variant, as launches and the choice of tiles use them.
 
     `rungs`: the classes of its tiles, dataclasses of plain numbers. `tiles`: each kernel's chosen rung on
@@ -297,12 +297,6 @@ class Made(Protocol):
 
     @property
     def spec(self) -> KernelSpec: ...
-
-    @property
-    def interpreted(self) -> bool: ...
-
-    @property
-    def module(self) -> ModuleType: ...
 
     @property
     def tiles(self) -> dict[tuple[str, torch.device], Any]: ...

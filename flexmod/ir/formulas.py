@@ -124,10 +124,6 @@ def _addcmul(x: Any, a: Any, b: Any, *, value: Any = 1) -> Any:
     return x + value * a * b
 
 
-def _isfinite(x: Any) -> Any:
-    return torch.logical_not(torch.isnan(x) | torch.isinf(x))
-
-
 def _lerp(a: Any, b: Any, weight: Any) -> Any:
     # from the nearer end, as torch does: a weight of 1 gives b, however large a is
     way = b - a
@@ -155,10 +151,6 @@ def _hardswish(x: Any) -> Any:
     x = x * 1.0  # of a uint8, -3 would be 253; and -inf * 0 is nan, as in torch
     near = _hardtanh(x, -3.0, 3.0)
     return torch.where(x <= -3, x * 0.0, torch.where(x < 3, near * (near + 3.0) / 6.0, x))
-
-
-def _log_sigmoid(x: Any) -> Any:
-    return x.minimum(0.0) - torch.log1p(torch.exp(-torch.abs(x)))
 
 
 def _nan_to_num(x: Any, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
@@ -280,7 +272,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "square": lambda x: x * x,
     "reciprocal": lambda x: 1.0 / x,
     "softplus": _in_one_dtype(_softplus),
-    "log_sigmoid": _in_one_dtype(_log_sigmoid),
+    "log_sigmoid": _in_one_dtype(lambda x: x.minimum(0.0) - torch.log1p(torch.exp(-torch.abs(x)))),
     "mish": _in_one_dtype(lambda x: x * torch.tanh(_softplus(x))),
     "elu": _in_one_dtype(_elu),
     "celu": _in_one_dtype(lambda x, alpha=1.0: _elu(x, alpha, 1.0, 1.0 / alpha)),
@@ -321,7 +313,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "fmin": lambda a, b: torch.where(torch.isnan(a) | (b < a), b, a),
     "fmax": lambda a, b: torch.where(torch.isnan(a) | (b > a), b, a),
     "log10": _in_one_dtype(lambda x: torch.log2(x) * math.log10(2.0)),
-    "isfinite": _isfinite,
+    "isfinite": lambda x: torch.logical_not(torch.isnan(x) | torch.isinf(x)),
     "isposinf": lambda x: x == math.inf,
     "isneginf": lambda x: x == -math.inf,
     "masked_fill": lambda x, mask, value: torch.where(mask, value, x),

@@ -226,10 +226,6 @@ def _pick(first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
     return torch.where(first, grad, half), torch.where(second, grad, half)
 
 
-def _square_root_inverse(g: Any, y: Any, x: Any) -> tuple[Any]:
-    return (g * (-0.5) * y * y * y,)
-
-
 def _pow_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple[Any, Any]:
     by_base = torch.where(n == 0.0, 0.0, g * n * torch.pow(x, n - 1.0))
     wide = torch.promote_types(y.dtype, torch.float32)  # the logarithm in a half type is too coarse
@@ -357,8 +353,8 @@ _ROWS = [
        torch.log1p, lambda g, y, x: (g / (x + 1.0),), cost="high"),
     Op("sqrt", ("sqrt",), "result", promote_float, "tl.sqrt({0})",
        torch.sqrt, lambda g, y, x: (g * 0.5 / y,), bounds.square_root, exact="tl.sqrt_rn({0})", cost="high"),
-    Op("rsqrt", ("rsqrt",), "result", promote_float, "tl.rsqrt({0})", torch.rsqrt, _square_root_inverse,
-       cost="high"),
+    Op("rsqrt", ("rsqrt",), "result", promote_float, "tl.rsqrt({0})",
+       torch.rsqrt, lambda g, y, x: (g * (-0.5) * y * y * y,), cost="high"),
     Op("sin", ("sin",), "result", promote_float, "tl.sin({0})",
        torch.sin, lambda g, y, x: (g * torch.cos(x),), bounds.within_one, cost="high", finite=True),
     Op("cos", ("cos",), "result", promote_float, "tl.cos({0})",

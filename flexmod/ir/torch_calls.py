@@ -169,18 +169,13 @@ def _fill(tracer: Tracer, name: str, like: Any, *args: Any, dtype: Any = None, *
 
 
 def _to(tracer: Tracer, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:
-    """Tensor.to: casts to a dtype, and ignores the scalar's own device."""
+    """Tensor.to and torch.tensor: casts to a dtype, and ignores the scalar's own device."""
     for target in targets:
         if isinstance(target, torch.dtype):
             dtype = target
         elif isinstance(target, (torch.Tensor, TracedValue)):
             dtype = target.dtype
     return tracer.cast(value, dtype) if dtype is not None else Proxy(tracer, tracer.node(value, "to"))
-
-
-def _copy(tracer: Tracer, value: Any, *, dtype: Any = None, **options: Any) -> Proxy:
-    """torch.tensor(q_idx): a scalar is its own copy."""
-    return _to(tracer, value, dtype=dtype)
 
 
 def _new_tensor(tracer: Tracer, like: Any, data: Any, *, dtype: Any = None, **options: Any) -> Proxy:
@@ -196,9 +191,7 @@ SPECIAL: dict[str, Callable[..., Proxy]] = {
     "type": _type,
     "type_as": _to,
     "new_tensor": _new_tensor,
-    "tensor": _copy,
-    "as_tensor": _copy,
-    "scalar_tensor": _copy,
+    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), _to),
     "expect_size": lambda tracer, *args: tracer.expect_size(*args),
 }
 # the names of functions of scalars
