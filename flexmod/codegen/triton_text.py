@@ -31,7 +31,6 @@ from flexmod.codegen.expressions import (
     fill,
     fresh,
     group,
-    products_that_decide,
     reads_pair,
     register_dtype,
     rounded,
@@ -42,7 +41,7 @@ from flexmod.codegen.kernels import FOUND_HEAD, Check, Kind, ModText, Parameter
 from flexmod.ir import bounds
 from flexmod.ir.ends import dtype_limits
 from flexmod.ir.graph import ARGUMENTS, POSITIONS, Graph, Node, dtype_name, home_of
-from flexmod.ir.integers import integer_bounds
+from flexmod.ir.integers import integer_bounds, products_that_decide
 from flexmod.ir.ops import CAST, HALF, OPS, is_ordinary, kind, strong
 
 # by home: the arguments of its function, and how its values' names end

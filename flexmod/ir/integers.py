@@ -14,6 +14,8 @@ The constant is added to the row's side, once a row. Ranges of one length in a c
 range, of the largest number. 32 bits decide the comparison, so a sum may wrap on the way.
 
 Masks and conditions in scores use the same form, so that the compiler can share common subexpressions.
+
+`products_that_decide` finds products of floats that decide an integer or a truth value.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import torch
 from flexmod.ir import bounds
 from flexmod.ir.graph import POSITIONS, ROW, UNIFORM, DType, Graph, GraphBuilder, Node, home_of, rebuild
 from flexmod.ir.linear import AND, Forms, Linear, is_logic, joined, links
-from flexmod.ir.ops import CAST, OPS, number, strong
+from flexmod.ir.ops import CAST, COMPARISONS, HALF, OPS, is_power_of_two, number, strong
 
 TRUTH: bounds.Bounds = (False, True)
 # Far beyond any integer dtype, and small enough to be compared with inf.
@@ -364,3 +366,36 @@ class _RangeRewriter:
 
     def _node(self, op: str, *args: Node) -> Node:
         return self.builder.node(op, args, torch.int32, None, args[-1].where)
+
+
+def products_that_decide(graph: Graph) -> frozenset[Node]:
+    """Products of floats, independent of the score, that decide a truth value or an integer.
+
+    A fused multiply-add rounds once where torch rounds twice. With it, `q_idx * 0.01 + kv_idx * 0.1 > 0.6`
+    may be true where torch gives false. A product that is only compared is never fused, and a half-precision
+    product is rounded by a cast.
+    """
+    decides: set[Node] = set()
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if not (_jumps(node) or node in decides):
+            continue
+        decides.update(node.args)
+        if node.op not in COMPARISONS:
+            found.update(filter(_may_be_fused, node.args))
+    return frozenset(found)
+
+
+def _jumps(node: Node) -> bool:
+    """May the last digit of an argument decide the result?"""
+    if node.op == CAST:
+        return not strong(node.dtype).is_floating_point
+    return node.op in OPS and OPS[node.op].jumps
+
+
+def _may_be_fused(node: Node) -> bool:
+    dtype = strong(node.dtype)
+    if node.op != "mul" or not dtype.is_floating_point or dtype in HALF:
+        return False
+    exact = any(a.is_const and is_power_of_two(a.value) for a in node.args)
+    return not ({"score", "grad"} & node.home or exact)
