@@ -147,8 +147,3 @@ def running_max(before, tile):  # type: ignore[no-untyped-def]
 def layout_of(block: tuple[int, ...], dtype: torch.dtype) -> NVMMASharedLayout:
     """Returns a tile's layout in shared memory, as the TMA unit writes it and the matrix unit reads it."""
     return NVMMASharedLayout.get_default_for(list(block), tl.dtype(canonicalize_dtype(dtype)))
-
-
-def descriptor_type(block: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Returns Triton's type of a descriptor, for an offline compile."""
-    return f"tensordesc<{canonicalize_dtype(dtype)}{list(block)},{layout_of(block, dtype)!r}>"

@@ -205,7 +205,7 @@ def interrupts_afterwards() -> Iterator[None]:
 
 @contextmanager
 def paused_collections() -> Iterator[None]:
-    """Pauses Python's garbage collector during imports, which create no garbage.
+    """Pauses Python's garbage collector during imports and compiles, which create no garbage.
 
     A full collection reads all of torch's objects, which takes 0.1 s, and is due soon after `import torch`.
     """

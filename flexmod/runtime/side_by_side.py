@@ -6,7 +6,6 @@ alignment as the tensors, so that a later launch finds the compiled kernel.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -25,7 +24,7 @@ from flexmod.codegen import compiled_kernels
 from flexmod.runtime import config, direct
 from flexmod.runtime.bound import NO_EXTENTS
 from flexmod.runtime.launch import sample
-from flexmod.runtime.locks import Lock
+from flexmod.runtime.locks import Lock, paused_collections
 from flexmod.runtime.plan import Extents, Place, Plan, contiguous, extents_of, value_of
 from flexmod.runtime.private_triton import (
     after_writing,
@@ -174,32 +173,28 @@ def later(job: Job, ready: Future[bool] | None = None) -> threading.Thread:
 
 
 class _Turns:
-    """How many blocks of `short_turns` run, and the settings of Python outside of them."""
+    """How many blocks of `short_turns` run, and what restores Python's settings after them."""
 
-    blocks, interval, collecting = 0, 0.0, False
+    def __init__(self) -> None:
+        self.blocks, self._after = 0, ExitStack()
 
     def begin(self) -> None:
         if not self.blocks:
-            self.interval, self.collecting = sys.getswitchinterval(), gc.isenabled()
-            sys.setswitchinterval(min(TURN, self.interval))
-            gc.disable()
+            interval = sys.getswitchinterval()
+            self._after.callback(sys.setswitchinterval, interval)
+            sys.setswitchinterval(min(TURN, interval))
+            self._after.enter_context(paused_collections())
         self.blocks += 1
 
     def end(self) -> None:
         self.blocks -= 1
         if not self.blocks:
-            self._restore()
+            self._after.close()
 
     def forget(self) -> None:
         """Ends all blocks in a forked child, which has none of their threads."""
-        if self.blocks:
-            self.blocks = 0
-            self._restore()
-
-    def _restore(self) -> None:
-        sys.setswitchinterval(self.interval)
-        if self.collecting:
-            gc.enable()
+        self.blocks = 0
+        self._after.close()
 
 
 _turns, _counting = _Turns(), Lock()

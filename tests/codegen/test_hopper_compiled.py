@@ -22,7 +22,8 @@ from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.variant import variant
 from flexmod.ir.trace import trace
 from flexmod.runtime import offline
-from flexmod.runtime.gluon import descriptor_type
+from flexmod.runtime.gluon import layout_of
+from flexmod.runtime.private_triton import canonicalize_dtype
 from flexmod.tools import ahead
 from flexmod.tools.ahead import VariantCall
 
@@ -245,6 +246,11 @@ def test_sums_for_captures(score_mod: Any, waits: bool) -> None:
         assert f"gl.store({term.into.upper()}_BY_COLUMN + line" in source
     else:
         assert f"add_diagonals(grad_of_{term.name}, start_m - own_n, " in source
+
+
+def descriptor_type(block: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Triton's type of a descriptor."""
+    return f"tensordesc<{canonicalize_dtype(dtype)}{list(block)},{layout_of(block, dtype)!r}>"
 
 
 def compiled(
