@@ -108,24 +108,12 @@ class Kernel:
         return self._language.interpreter._implicit_cvt(value)
 
     def _number(self, value: bool | int | float, kind: str) -> Any:
-        if not kind:
-            kind = _number_type(value)
         tl, interpreter = self._language.tl, self._language.interpreter
-        dtype = getattr(tl, kind)
+        mangle = interpreter.triton.runtime.jit.mangle_type
+        dtype = getattr(tl, kind) if kind else tl.str_to_ty(mangle(value), None)
         with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite, as on the chip
             data = np.array([value]).astype(interpreter._get_np_dtype(dtype))
         return tl.tensor(interpreter.TensorHandle(data, dtype), dtype)
-
-
-def _number_type(value: bool | int | float) -> str:
-    """Returns the name of the type of a Python number in a launch."""
-    if isinstance(value, bool):
-        return "int1"
-    if isinstance(value, float):
-        return "float32"
-    if -(2**31) <= value < 2**31:
-        return "int32"
-    return "int64" if value < 2**63 else "uint64"
 
 
 def _annotated(annotation: Any) -> str:
