@@ -303,10 +303,8 @@ class Copies:
 
     def _load(self, name: str) -> ModuleType:
         original = importlib.import_module(name)
-        assert original.__file__ is not None
-        module = ModuleType(name)
-        module.__file__ = original.__file__
-        module.__package__ = original.__package__
+        assert original.__spec__ is not None
+        module = importlib.util.module_from_spec(original.__spec__)
         module.__dict__["__builtins__"] = self.builtins
         self._keep(name, module)
         exec(_code(original), module.__dict__)

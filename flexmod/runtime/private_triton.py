@@ -354,12 +354,9 @@ def keeps_elsewhere() -> bool:
 @contextmanager
 def cache_folder(folder: Path) -> Iterator[None]:
     """As TRITON_CACHE_DIR, for all threads of this process meanwhile."""
-    before = knobs.cache.dir
-    knobs.cache.dir = str(folder)
-    try:
+    with knobs.cache.scope():
+        knobs.cache.dir = str(folder)
         yield
-    finally:
-        knobs.cache.dir = before
 
 
 def add_compiled(folder: Path) -> int:
