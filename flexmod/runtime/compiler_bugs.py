@@ -188,5 +188,4 @@ def instructions(cubin: bytes) -> Iterator[tuple[int, int]]:
     for header in range(table, table + size * count, size):
         kind, flags, _, start, length = struct.unpack_from("<IQQQQ", cubin, header + 4)
         if kind == PROGRAM and flags & EXECUTABLE:
-            halves = struct.unpack_from(f"<{length // 8}Q", cubin, start)
-            yield from zip(halves[::2], halves[1::2], strict=True)
+            yield from struct.iter_unpack("<QQ", cubin[start : start + length])
