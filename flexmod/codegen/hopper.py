@@ -291,10 +291,8 @@ class HopperKernels:
         return list(dict.fromkeys([*rungs, *late]))
 
 
-@lru_cache(cache.KEPT)
-def hopper_kernels(portable: Kernels) -> HopperKernels:
-    """The Hopper kernels for a spec and its mods; the same object for all calls."""
-    return HopperKernels(portable)
+# the same object for all calls of a spec and its mods
+hopper_kernels = lru_cache(cache.KEPT)(HopperKernels)
 
 
 def text(

@@ -129,8 +129,7 @@ class GraphBuilder:
         key = (op, tuple(args), dtype, _freeze(value))
         found = self._known.get(key)
         if found is None:
-            home: Home = frozenset().union(*[a.home for a in args])
-            found = self._known[key] = Node(op, tuple(args), dtype, value, where, home)
+            found = self._known[key] = _operation(op, tuple(args), dtype, value, where)
         return found
 
     def input(self, name: str, dtype: torch.dtype) -> Node:
@@ -164,6 +163,11 @@ class GraphBuilder:
 def _input(name: str, dtype: torch.dtype) -> Node:
     home = frozenset({name}) if name in POSITIONS else _HOMES.get(name, ELEMENT | {name})
     return Node("input", (), dtype, name, None, home)
+
+
+def _operation(op: str, args: tuple[Node, ...], dtype: DType, value: object, where: Where | None) -> Node:
+    home: Home = frozenset().union(*[a.home for a in args])
+    return Node(op, args, dtype, value, where, home)
 
 
 def _freeze(value: object) -> object:
@@ -305,12 +309,9 @@ def _unpickled(
     """Rebuilds a pickled graph from its nodes, and shares them as before."""
     made: list[Node] = []
     for op, places, dtype, value, where in nodes:
-        if op == "input":
-            made.append(_input(str(value), dtype))
-        else:
-            args = tuple(made[place] for place in places)
-            home: Home = frozenset().union(*[a.home for a in args])
-            made.append(Node(op, args, dtype, value, where, home))
+        args = tuple(made[place] for place in places)
+        is_input = op == "input"
+        made.append(_input(str(value), dtype) if is_input else _operation(op, args, dtype, value, where))
     return Graph(kind, tuple(made[place] for place in results), captures, lines, expected)
 
 
