@@ -71,10 +71,14 @@ def _const(node: Node, value: object) -> bool:
     return node.is_const and node.value == value
 
 
-def _unit(value: object, sides: Sequence[int]) -> Callable[..., Node | None]:
+def _unit(
+    value: object, sides: Sequence[int], *, integers_only: bool = False
+) -> Callable[..., Node | None]:
     """x op value -> x, for a constant on one of these sides. -0.0 is not 0: -0.0 - -0.0 is 0.0."""
 
     def rule(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        if integers_only and strong(node.dtype).is_floating_point:
+            return None
         for side in sides:
             other = args[1 - side]
             found = _const(args[side], value) and repr(args[side].value) != "-0.0"
@@ -83,13 +87,6 @@ def _unit(value: object, sides: Sequence[int]) -> Callable[..., Node | None]:
         return None
 
     return rule
-
-
-def _integers_only(rule: Callable[..., Node | None]) -> Callable[..., Node | None]:
-    # -0.0 + 0 is 0.0: not an identity for floats
-    return lambda builder, node, args: (
-        None if strong(node.dtype).is_floating_point else rule(builder, node, args)
-    )
 
 
 def _absorbing(value: bool) -> Callable[..., Node | None]:
@@ -192,7 +189,7 @@ def _is_whole(node: Node, depth: int = 6) -> bool:
 
 
 _RULES: Mapping[str, tuple[Callable[..., Node | None], ...]] = {
-    "add": (_integers_only(_unit(0, (0, 1))),),
+    "add": (_unit(0, (0, 1), integers_only=True),),  # -0.0 + 0 is 0.0
     "sub": (_unit(0, (1,)),),
     "mul": (_unit(1, (0, 1)),),
     "div": (_unit(1, (1,)), _divide_by_number),

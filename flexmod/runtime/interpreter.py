@@ -156,7 +156,10 @@ def compile_for_interpreter(text: str, file: str) -> CodeType:
         text: the module's source.
         file: the path that tracebacks name.
     """
-    tree = _Functions().visit(parse(text, file))
+    tree: Any = parse(text, file)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and "jit" in map(_called, node.decorator_list):
+            node.body = [_Statements().visit(statement) for statement in node.body]
     return compile(tree, file, "exec", dont_inherit=True)
 
 
@@ -164,15 +167,6 @@ def _called(node: ast.expr) -> str:
     """Returns the last name of a function, or of what is called."""
     function = node.func if isinstance(node, ast.Call) else node
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
-class _Functions(ast.NodeTransformer):
-    """Finds the functions to rewrite."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        if "jit" in map(_called, node.decorator_list):
-            node.body = [_Statements().visit(statement) for statement in node.body]
-        return node
 
 
 class _Statements(ast.NodeTransformer):
