@@ -77,7 +77,7 @@ FAULTS = (
     Fault("flexmod/backends/flash.py", "= 1.0, -of_lse", "= 1.0, of_lse",
           "tests/backends/test_cpu.py"),
     Fault("flexmod/backends/flash.py", "return x.flip(2)", "return x", "tests/backends/test_cpu.py"),
-    Fault("flexmod/backends/tiles.py", "(group != FULL).any(0)", "(group == EMPTY).any(0)",
+    Fault("flexmod/backends/steps.py", "(kinds != FULL).any(0)", "(kinds == PARTIAL).any(0)",
           "tests/backends/test_cpu.py"),
     # runtime
     Fault("flexmod/runtime/interpreter_corrections.py", "+ ((bits >> 16) & np.uint32(1))", "",

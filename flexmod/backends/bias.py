@@ -129,7 +129,7 @@ class Bias:
 
         None if bias and mask are not constant along diagonals.
         """
-        rows, columns = step.tiles.rows, step.tiles.columns
+        rows, columns = step.row_span, step.columns
         if not self._diagonal or len(columns) > 1 or (step.forbidden and step.diagonals is None):
             return None
         line = self._line(step, dtype)

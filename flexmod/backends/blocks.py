@@ -259,7 +259,7 @@ class ScorePart:
             found = product(of_group, weights.flatten(0, 2).mT, depth=self.shape[2])
             self.step.add_to_columns(target.mT, found.mT[None])
             return
-        first, *more = self.step.tiles.columns
+        first, *more = self.step.columns
         for g in range(self.shape[1]):
             of_head, terms = rows[:, g].mT, weights[:, g]
             if more:

@@ -53,7 +53,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Forward | None
         if call.masks(step) and not call.is_finite:
             return None
         of_batch = turned(batch.rows_of(query)), batch.columns_of(call.key), batch.columns_of(call.value)
-        found = attend(*of_batch, 0.0, step.tiles.causal, attn_mask=mask, scale=problem.scale)
+        found = attend(*of_batch, 0.0, step.causal, attn_mask=mask, scale=problem.scale)
         part, lse = turned(found[0])[..., : v.shape[3]], found[1]
         dead = step.dead if call.bias is None or mask is None else _dead(mask, lse)
         lse = turned(lse if dead is None else lse.masked_fill(dead, -torch.inf))
@@ -86,13 +86,13 @@ def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, b
         if call.masks(step) and not call.is_finite:
             return None
         masked: Any = {"attn_mask": mask, "scale": problem.scale}
-        if quick and len(step.tiles.columns) == 1 and is_large(*step.shape[2:]):
+        if quick and len(step.columns) == 1 and is_large(*step.shape[2:]):
             dq, *sums = grads or call.no_gradients(q.dtype)
             grads = [dq, *map(_by_dimension, sums)]
             rows = [turned(batch.rows_of(x)) for x in as_given]
             terms = [None if x is None else turned(batch.rows_of(x)) for x in (alive, of_lse)]
             columns = [batch.columns_of(x) for x in (call.k, call.v, *grads[1:])]
-            part = gradients_by_products(*rows, *terms, *columns, causal=step.tiles.causal, **masked)
+            part = gradients_by_products(*rows, *terms, *columns, causal=step.causal, **masked)
             batch.write_rows(dq[..., : q.shape[3]], turned(part))
             continue
         if not by_row:
@@ -101,7 +101,7 @@ def backward(problem: Problem, given: BackwardInputs, needs: tuple[bool, bool, b
                 by_row[0][..., -1], by_row[2][..., -1] = 1.0, -of_lse
         grad, query, *more = (turned(batch.rows_of(x)) for x in by_row)
         by_column = batch.columns_of(call.key), batch.columns_of(call.value)
-        found = call.kernels[1](grad, query, *by_column, *more, 0.0, step.tiles.causal, **masked)
+        found = call.kernels[1](grad, query, *by_column, *more, 0.0, step.causal, **masked)
         if step.shape == call.size:
             grads += turned(found[0]), *map(over_group, found[1:])
             break

@@ -18,14 +18,16 @@ from torch import Tensor
 from flexmod.backends.tiles import (
     Heads,
     StepRules,
-    TileStep,
     as_slice,
     chunks,
+    column_spans,
+    element_kinds,
     length,
     shared_part,
     steps_of_table,
 )
 from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.block_mask.tiles import FULL, PARTIAL, tile_count
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.fingerprint import remember
 
@@ -39,8 +41,9 @@ KEPT_BYTES = 1 << 26  # of forbidden elements in one list
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Some heads, as ranges of Z and G, and a step for their tiles.
+    """Some heads, as ranges of Z and G, rows, and all columns that any of the rows attends to.
 
+    `columns` are ascending ranges. `causal`: row i attends to the first i + 1 columns.
     `forbidden`: ranges of the step's columns, and bool tensors that are True where the mask is False. Each
     broadcasts to [z, g, rows, width of the range]. `shift`: if the step differs from the one before by its
     place alone, by how many columns; its rows follow. Otherwise 0.
@@ -49,30 +52,33 @@ class Step:
     heads: Heads
     z: range
     g: range
-    tiles: TileStep
+    row_span: slice
+    columns: tuple[slice, ...]
+    causal: bool = False
     forbidden: Forbidden = ()
     shift: int = 0
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
         """The shape of the scores: [z, g, rows, columns]."""
-        return len(self.z), len(self.g), self.tiles.row_count, self.tiles.column_count
+        return len(self.z), len(self.g), length(self.row_span), sum(map(length, self.columns))
 
     @cached_property
     def rows(self) -> tuple[slice, slice, slice]:
         """The indices of this step's rows in a tensor laid out by query."""
-        return as_slice(self.z), as_slice(self.g), self.tiles.rows
+        return as_slice(self.z), as_slice(self.g), self.row_span
 
     def columns_of(self, x: Tensor) -> Tensor:
         """Returns this step's columns, [z, columns, dim], from a tensor [Z, N, dim]."""
-        x, runs = x[as_slice(self.z)], self.tiles.columns
-        return x[:, runs[0]] if len(runs) == 1 else torch.cat([x[:, run] for run in runs], 1)
+        x = x[as_slice(self.z)]
+        runs = [x[:, run] for run in self.columns]
+        return runs[0] if len(runs) == 1 else torch.cat(runs, 1)
 
     def add_to_columns(self, target: Tensor, found: Tensor) -> None:
         """Adds [z, columns, dim] to the columns of `target` [Z, N, dim]."""
         target = target[as_slice(self.z)]
-        runs = self.tiles.columns
-        for run, part in zip(runs, found.split([*map(length, runs)], 1), strict=True):
+        parts = found.split([*map(length, self.columns)], 1)
+        for run, part in zip(self.columns, parts, strict=True):
             target[:, run] += part
 
     @cached_property
@@ -80,13 +86,14 @@ class Step:
         """b and h [z, g, 1, 1], q_idx [rows, 1] and kv_idx [columns]."""
         here = as_slice(self.z), as_slice(self.g)
         b, h = (x[here][..., None, None] for x in self.heads.positions())
-        q_idx, kv_idx = self.tiles.positions(self.heads.device)
-        return {"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx}
+        runs = (self.row_span, *self.columns)
+        q_idx, *kv_idx = (torch.arange(run.start, run.stop, device=self.heads.device) for run in runs)
+        return {"b": b, "h": h, "q_idx": q_idx[:, None], "kv_idx": torch.cat(kv_idx)}
 
     @cached_property
     def dead(self) -> Tensor | None:
         """True for rows whose every element is forbidden, [1 or z, 1 or g, rows]; None without such rows."""
-        if sum(length(span) for span, _ in self.forbidden) < self.tiles.column_count or not self.forbidden:
+        if sum(length(span) for span, _ in self.forbidden) < self.shape[3] or not self.forbidden:
             return None
         dead = torch.stack(torch.broadcast_tensors(*(x.all(-1) for _, x in self.forbidden))).all(0)
         return dead if bool(dead.any()) else None
@@ -125,33 +132,34 @@ class Step:
 
         `apart`: all heads of a step share their keys.
         """
-        rows, columns = self.tiles.rows, self.tiles.column_count
-        height = max(1, min(height, self.tiles.row_count, budget // columns))
+        _, _, rows, columns = self.shape
+        height = max(1, min(height, rows, budget // columns))
         count = budget // (height * columns)
         if apart:
             count = min(count, len(self.g))
-        if height == self.tiles.row_count and len(self.z) * len(self.g) <= count:
+        if height == rows and len(self.z) * len(self.g) <= count:
             yield self
             return
         pieces = list(chunks(range(len(self.z)), range(len(self.g)), count))
-        for start in range(0, self.tiles.row_count, height):
-            part = slice(start, min(start + height, self.tiles.row_count))
-            tiles = replace(self.tiles, rows=slice(rows.start + part.start, rows.start + part.stop))
+        for start in range(0, rows, height):
+            part = slice(start, min(start + height, rows))
+            row_span = slice(self.row_span.start + part.start, self.row_span.start + part.stop)
             for z, g in pieces:
                 here = as_slice(z), as_slice(g), part
                 forbidden = tuple((span, _narrowed(x, here)) for span, x in self.forbidden)
-                yield Step(self.heads, self.z[here[0]], self.g[here[1]], tiles, forbidden)
+                of_heads = self.z[here[0]], self.g[here[1]]
+                yield Step(self.heads, *of_heads, row_span, self.columns, self.causal, forbidden)
 
     def across(self, width: int) -> Iterator[Step]:
         """Yields steps of the same rows, and of at most `width` columns, a multiple of ALIGNED."""
-        count = self.tiles.column_count
+        count = self.shape[3]
         pieces = math.ceil(count / width)
         if pieces == 1:
             yield self
             return
         width = math.ceil(count / pieces / ALIGNED) * ALIGNED
-        starts = accumulate(map(length, self.tiles.columns), initial=0)
-        runs = [*zip(starts, self.tiles.columns, strict=False)]
+        starts = accumulate(map(length, self.columns), initial=0)
+        runs = [*zip(starts, self.columns, strict=False)]
         for part in (slice(i, min(i + width, count)) for i in range(0, count, width)):
             here = [(run.start - start, _common(part, start, length(run))) for start, run in runs]
             columns = tuple(slice(first + x.start, first + x.stop) for first, x in here if length(x) > 0)
@@ -161,7 +169,7 @@ class Step:
                 for inside, start, x in spans
                 if length(inside) > 0
             )
-            yield Step(self.heads, self.z, self.g, TileStep(self.tiles.rows, columns), forbidden)
+            yield replace(self, columns=columns, forbidden=forbidden, shift=0)
 
 
 def _common(part: slice, start: int, size: int) -> slice:
@@ -225,7 +233,7 @@ class EqualSteps:
         return self.run[0]
 
     def rows_of(self, x: Tensor) -> Tensor:
-        first, last = self.step.tiles.rows, self.run[-1].tiles.rows
+        first, last = self.step.row_span, self.run[-1].row_span
         found = x[as_slice(self.z), as_slice(self.g), first.start : last.stop]
         return found.squeeze(1 if len(self.g) == 1 else 0).unflatten(1, (len(self.run), length(first)))
 
@@ -234,14 +242,14 @@ class EqualSteps:
 
     def columns_of(self, x: Tensor) -> Tensor:
         """Returns a view, whose steps may overlap."""
-        first, last = self.step.tiles.columns[0], self.run[-1].tiles.columns[0]
+        first, last = self.step.columns[0], self.run[-1].columns[0]
         found = x[as_slice(self.z), first.start : last.stop].unfold(1, length(first), self.run[1].shift).mT
         return found if len(self.g) == 1 else found.expand(len(self.g), -1, -1, -1)
 
     def add_to_columns(self, target: Tensor, found: Tensor) -> None:
         if len(self.g) > 1:
             found = found.sum(0, keepdim=True)
-        first, steps, shift = self.step.tiles.columns[0], len(self.run), self.run[1].shift
+        first, steps, shift = self.step.columns[0], len(self.run), self.run[1].shift
         for start in range(0, length(first), shift):
             place = first.start + start
             part = target[as_slice(self.z), place : place + steps * shift]
@@ -252,7 +260,7 @@ def runs_of_equal(steps: Iterable[Step], columns: int) -> Iterator[list[Step]]:
     """Groups equal steps. A run of several has at most `columns` columns, counted for each step and head."""
     run: list[Step] = []
     for step in steps:
-        size = len(step.z) * len(step.g) * step.tiles.column_count
+        size = len(step.z) * len(step.g) * step.shape[3]
         continues = step.shift > 0 and (len(run) == 1 or step.shift == run[-1].shift)
         if run and not (continues and (len(run) + 1) * size <= columns):
             yield run
@@ -275,13 +283,13 @@ def batches_of(run: Sequence[Step]) -> Iterator[OneStep | EqualSteps]:
 
 def _shift(last: Step, step: Step) -> int:
     """Returns `Step.shift` of a step that comes after `last`."""
-    kinds = [(x.z, x.g, x.shape, x.tiles.causal, len(x.tiles.columns)) for x in (last, step)]
-    if kinds[0] != kinds[1] or len(step.tiles.columns) > 1 or step.forbidden is not last.forbidden:
+    kinds = [(x.z, x.g, x.shape, x.causal, len(x.columns)) for x in (last, step)]
+    if kinds[0] != kinds[1] or len(step.columns) > 1 or step.forbidden is not last.forbidden:
         return 0
-    if step.tiles.rows.start != last.tiles.rows.stop or any(x.shape[:2] != (1, 1) for _, x in step.forbidden):
+    if step.row_span.start != last.row_span.stop or any(x.shape[:2] != (1, 1) for _, x in step.forbidden):
         return 0
-    shift = step.tiles.columns[0].start - last.tiles.columns[0].start
-    return shift if shift > 0 and step.tiles.column_count % shift == 0 else 0
+    shift = step.columns[0].start - last.columns[0].start
+    return shift if shift > 0 and step.shape[3] % shift == 0 else 0
 
 
 def steps_of(
@@ -289,7 +297,7 @@ def steps_of(
 ) -> Iterable[Step]:
     """Returns the steps of a call; rows that attend to nothing may be in no step."""
     if mask is None:
-        return (Step(heads, *heads.where(None, None), TileStep(slice(0, rows), (slice(0, columns),))),)
+        return (Step(heads, *heads.where(None, None), slice(0, rows), (slice(0, columns),)),)
     if mask.in_inference_mode:
         return _steps(mask, heads, rows, columns, rules)
     key = ("steps", heads, rows, columns, rules, *mask.states())
@@ -314,15 +322,16 @@ def _steps(mask: MaskSnapshot, heads: Heads, rows: int, columns: int, rules: Ste
     table = shared_part(mask.table())
     for b, h in product(range(table.shape[0]), range(table.shape[1])):
         z, g = heads.where(b if table.shape[0] > 1 else None, h if table.shape[1] > 1 else None)
-        of_heads = Step(heads, z, g, TileStep(slice(0, 0), (slice(0, 0),)))
+        of_heads = Step(heads, z, g, slice(0, 0), (slice(0, 0),))
         is_causal = partial(_is_causal, mask, of_heads, (rows, columns))
         last: Forbidden = ()
         previous: Step | None = None
-        for tiles in steps_of_table(table[b, h], mask.BLOCK_SIZE, rows, columns, rules, is_causal):
-            step = Step(heads, z, g, tiles)
-            found = tuple(_forbidden(mask, step)) if tiles.asked else ()
+        found_steps = steps_of_table(table[b, h], mask.BLOCK_SIZE, rows, columns, rules, is_causal)
+        for span, runs, causal, kinds in found_steps:
+            step = Step(heads, z, g, span, runs, causal)
+            found = tuple(_forbidden(mask, step, kinds))
             last = last if _same(found, last) else found  # equal ones are one object
-            step = Step(heads, z, g, tiles, last)
+            step = replace(step, forbidden=last)
             previous = step if previous is None else replace(step, shift=_shift(previous, step))
             yield previous
 
@@ -333,13 +342,17 @@ def _same(one: Forbidden, other: Forbidden) -> bool:
     )
 
 
-def _forbidden(mask: MaskSnapshot, step: Step) -> Iterator[tuple[slice, Tensor]]:
-    at = step.positions
-    for asked in step.tiles.asked:
-        here = {**at, "kv_idx": at["kv_idx"][asked.span]}
-        (said,) = evaluate(mask.traced.graph, mask.traced.tensors, **here)
-        forbidden = ~asked.allowed(said)
-        yield asked.span, forbidden[(None,) * (4 - forbidden.dim())]
+def _forbidden(mask: MaskSnapshot, step: Step, kinds: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yields `Step.forbidden`, from the kinds of the step's tiles."""
+    kv_block = mask.BLOCK_SIZE[1]
+    for span in column_spans((kinds != FULL).any(0), kv_block, step.shape[3]):
+        here = {**step.positions, "kv_idx": step.positions["kv_idx"][span]}
+        (allowed,) = evaluate(mask.traced.graph, mask.traced.tensors, **here)
+        of_span = kinds[:, span.start // kv_block : tile_count(span.stop, kv_block)]
+        if not bool((of_span == PARTIAL).all()):
+            elements = element_kinds(of_span, step.row_span, length(span), mask.BLOCK_SIZE)
+            allowed = (elements == FULL) | ((elements == PARTIAL) & allowed)
+        yield span, ~allowed[(None,) * (4 - allowed.dim())]
 
 
 def _is_causal(

@@ -142,49 +142,6 @@ class StepRules(NamedTuple):
     whole_masks: bool = False
 
 
-@dataclass(frozen=True)
-class AskedColumns:
-    """Columns of a step (`span`, counted within the step) whose elements need the mask_mod.
-
-    `tiles` int8 [rows, width of span] has each element's tile kind; None if all of them are partial.
-    """
-
-    span: slice
-    tiles: Tensor | None
-
-    def allowed(self, said: Tensor) -> Tensor:
-        """Returns the allowed elements from the mask_mod's result, which broadcasts to [..., rows, width]."""
-        if self.tiles is None:
-            return said
-        return (self.tiles == FULL) | ((self.tiles == PARTIAL) & said)
-
-
-@dataclass(frozen=True)
-class TileStep:
-    """Rows, and all columns that any of them attends to, as ascending ranges.
-
-    `causal`: row i attends to the first i + 1 columns, and `asked` is empty.
-    """
-
-    rows: slice
-    columns: tuple[slice, ...]
-    asked: tuple[AskedColumns, ...] = ()
-    causal: bool = False
-
-    @property
-    def row_count(self) -> int:
-        return length(self.rows)
-
-    @property
-    def column_count(self) -> int:
-        return sum(map(length, self.columns))
-
-    def positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns q_idx [rows, 1] and kv_idx [columns]."""
-        columns = [torch.arange(run.start, run.stop, device=device) for run in self.columns]
-        return torch.arange(self.rows.start, self.rows.stop, device=device)[:, None], torch.cat(columns)
-
-
 def length(run: slice) -> int:
     found: int = run.stop - run.start
     return found
@@ -222,9 +179,11 @@ def steps_of_table(
     columns: int,
     rules: StepRules,
     is_causal: Callable[[range, int], bool],
-) -> Iterator[TileStep]:
+) -> Iterator[tuple[slice, tuple[slice, ...], bool, Tensor]]:
     """Yields steps of one [Qb, KVb] tile table, rows ascending, without rows that attend to nothing.
 
+    A step is its rows, columns and `causal`, see `steps.Step`, and the kinds of its tiles, int8 [q tiles, kv
+    tiles], none if it is causal.
     `is_causal(q tiles, first kv tile)` says whether the mask_mod is causal in the tiles from there along the
     diagonal.
     """
@@ -239,7 +198,7 @@ def steps_of_table(
             tiles, column = square
             start, stop = column * kv_block, min((column + len(tiles)) * kv_block, columns)
             span = slice(first * q_block, min(tiles.stop * q_block, rows))
-            yield TileStep(span, (slice(start, stop),), causal=True)
+            yield span, (slice(start, stop),), True, table[:0]
             first = tiles.stop
             continue
         last = min(first + together, table.shape[0])
@@ -259,9 +218,13 @@ def steps_of_table(
         span = slice(first * q_block, min(last * q_block, rows))
         tiles_of = listed.nonzero().flatten()
         if len(tiles_of):
-            runs = [slice(a * kv_block, min(b * kv_block, columns)) for a, b in _runs(listed)]
-            asked = tuple(_asked(table[first:last, tiles_of], block_size, span, sum(map(length, runs))))
-            yield from _cut(TileStep(span, tuple(runs), asked), rules.whole_masks)
+            runs = tuple(column_spans(listed, kv_block, columns))
+            kinds = table[first:last, tiles_of]
+            height = _height(length(span), kinds, kv_block, sum(map(length, runs)), rules.whole_masks)
+            for start in range(span.start, span.stop, height):
+                stop = min(start + height, span.stop)
+                here = kinds[start // q_block - first : tile_count(stop, q_block) - first]
+                yield slice(start, stop), runs, False, here
         first = last
 
 
@@ -302,35 +265,21 @@ def _squares(table: Tensor) -> dict[int, tuple[range, int]]:
     return found
 
 
-def _asked(group: Tensor, block_size: tuple[int, int], rows: slice, width: int) -> Iterator[AskedColumns]:
-    q_block, kv_block = block_size
-    for first, last in _runs((group != FULL).any(0)):
-        span = slice(first * kv_block, min(last * kv_block, width))
-        kinds = group[:, first:last]
-        if bool((kinds == PARTIAL).all()):
-            yield AskedColumns(span, None)
-            continue
-        spread = _spread(kinds, 0, q_block, length(rows))
-        yield AskedColumns(span, _spread(spread, 1, kv_block, length(span)))
+def _height(rows: int, kinds: Tensor, kv_block: int, width: int, whole_masks: bool) -> int:
+    """Returns how many of the rows have a mask of at most MASKED elements, 1 or more."""
+    asked = sum(map(length, column_spans((kinds != FULL).any(0), kv_block, width)))
+    return max(1, MASKED // (width if whole_masks else asked)) if asked else rows
 
 
-def _cut(whole: TileStep, whole_masks: bool) -> Iterator[TileStep]:
-    """Cuts a step with partial tiles into steps whose masks have at most MASKED elements, or of one row."""
-    asked = sum(length(each.span) for each in whole.asked)
-    height = max(1, MASKED // max(1, whole.column_count if whole_masks else asked))
-    if not whole.asked or whole.row_count <= height:
-        yield whole
-        return
-    rows = whole.rows
-    for start in range(rows.start, rows.stop, height):
-        stop = min(start + height, rows.stop)
-        part = slice(start - rows.start, stop - rows.start)
-        here = tuple(AskedColumns(a.span, None if a.tiles is None else a.tiles[part]) for a in whole.asked)
-        yield TileStep(slice(start, stop), whole.columns, here)
-
-
-def _runs(flags: Tensor) -> Iterator[tuple[int, int]]:
-    """Yields the start and end of each run of True."""
+def column_spans(flags: Tensor, kv_block: int, width: int) -> Iterator[slice]:
+    """Yields ranges of columns, up to `width`, for each run of True among the tiles of a row."""
     edges = torch.nn.functional.pad(flags.to(torch.int8), (1, 1)).diff()
     starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
-    yield from zip(starts.tolist(), stops.tolist(), strict=True)
+    for first, last in zip(starts.tolist(), stops.tolist(), strict=True):
+        yield slice(first * kv_block, min(last * kv_block, width))
+
+
+def element_kinds(kinds: Tensor, rows: slice, width: int, block_size: tuple[int, int]) -> Tensor:
+    """Returns each element's tile kind, [rows, width], from the kinds of the rows' tiles."""
+    tile = torch.arange(rows.start, rows.stop, device=kinds.device) // block_size[0]
+    return _spread(kinds[tile - rows.start // block_size[0]], 1, block_size[1], width)
