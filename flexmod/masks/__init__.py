@@ -11,9 +11,16 @@ An invalid argument raises LibraryArgumentError when you make the mask.
 
 from flexmod.ir.composed import Mask
 from flexmod.masks.checks import MaskMod
-from flexmod.masks.images import natten, sliding_tiles, standalone_window, vision_cross
-from flexmod.masks.orders import morton_order, reordered, tile_order, tree
-from flexmod.masks.packed import document, jagged, segments, shared_prefix
+from flexmod.masks.images import (
+    morton_order,
+    natten,
+    reordered,
+    sliding_tiles,
+    standalone_window,
+    tile_order,
+    vision_cross,
+)
+from flexmod.masks.packed import document, jagged, segments, shared_prefix, tree
 from flexmod.masks.sequences import (
     block_diffusion,
     by_head,
