@@ -43,7 +43,7 @@ from flexmod.runtime import config
 from flexmod.runtime.bound import Bound
 from flexmod.runtime.direct import kind_of_number
 from flexmod.runtime.locks import Lock
-from flexmod.runtime.plan import Place, Plan, PlanWriter, named
+from flexmod.runtime.plan import Place, Plan, PlanWriter, contiguous, named
 from flexmod.runtime.private_triton import start_compiler
 from flexmod.runtime.side_by_side import compiles, in_threads, later, threads
 from flexmod.runtime.target import target_of
@@ -167,6 +167,10 @@ class _BuilderPart:
         self.slots = {"kv_slots": (across + 1) // 2, "q_slots": (down + 1) // 2}
         self.room = [2 * groups * down * self.slots["kv_slots"], 2 * groups * across * self.slots["q_slots"]]
         self.ordered = ordered
+        # each tile's kind, and the runs of each row and of each column
+        self.kinds = Place("kinds", (groups, *self.grid), contiguous((groups, *self.grid)), torch.uint8)
+        lines = (("rows", (groups, down, 2, 3)), ("columns", (groups, across, 2, 3)))
+        self.by_axis = [Place(name, shape, contiguous(shape), torch.int32) for name, shape in lines]
         self.bound: dict[tuple[object, ...], Bound] = {}
         self.runs_programs = groups * (-(-down // LINES) + -(-across // LINES))
 
@@ -200,81 +204,65 @@ class _BuilderPart:
         """The plan from captured tensors to runs, or to the inputs of `_counted_plan` and the counts."""
         writer = PlanWriter()
         captured = tuple(named(f"capture{number}", tensor) for number, tensor in enumerate(tensors))
-        kinds = writer.empty("kinds", (self.groups, *self.grid), torch.uint8)
-        watch = IndexWatch(writer, self.lengths, kinds) if config.check_bounds() else None
-        self._write_kinds(writer, kinds, captured, watch)
+        writer.allocate([self.kinds])
+        watch = IndexWatch(writer, self.lengths, self.kinds) if config.check_bounds() else None
+        self._write_kinds(writer, captured, watch)
         if watch is not None:
             watch.raise_if_out_of_bounds()
         if not self.separate:
-            writer.call(without_full_tiles, (kinds,))
-        by_axis = self._rows(writer)
+            writer.call(without_full_tiles, (self.kinds,))
+        writer.allocate(self.by_axis)
         if not self._counts():
-            results = self._write_runs(writer, kinds, by_axis, self.room, bool(tensors))
+            results = self._write_runs(writer, self.room, bool(tensors))
             return writer.plan(captured, results, self.kernels.numbers)
         none = {"KV_SPANS": None, "Q_SPANS": None, "PLACED": False, "kv_slots": 0, "q_slots": 0}
-        self._launch_runs(writer, kinds, by_axis, none)
-        counts = writer.call(place_runs, by_axis, [Place("counts", (2,), (1,), torch.int64)])
-        return writer.plan(captured, (kinds, *by_axis, *counts), self.kernels.numbers)
+        self._launch_of_runs(writer, "runs", {"KINDS": self.kinds, **none})
+        counts = writer.call(place_runs, self.by_axis, [Place("counts", (2,), (1,), torch.int64)])
+        return writer.plan(captured, (self.kinds, *self.by_axis, *counts), self.kernels.numbers)
 
     def _counted_plan(self, room: Sequence[int], captures: bool) -> Plan:
         """The plan from the kinds of tiles, and rows with the places of their runs, to `room` runs."""
-        writer, sketch = PlanWriter(), PlanWriter()
-        kinds = sketch.empty("kinds", (self.groups, *self.grid), torch.uint8)
-        by_axis = self._rows(sketch)
-        results = self._write_runs(writer, kinds, by_axis, room, captures, placed=True)
-        return writer.plan((kinds, *by_axis), results)
+        writer = PlanWriter()
+        results = self._write_runs(writer, room, captures, placed=True)
+        return writer.plan((self.kinds, *self.by_axis), results)
 
-    def _rows(self, writer: PlanWriter) -> tuple[Place, Place]:
-        down, across = self.grid
-        return (
-            writer.empty("rows", (self.groups, down, 2, 3), torch.int32),
-            writer.empty("columns", (self.groups, across, 2, 3), torch.int32),
-        )
-
-    def _launch_runs(
-        self, writer: PlanWriter, kinds: Place, by_axis: tuple[Place, Place], given: Arguments
-    ) -> None:
-        rows = {"KINDS": kinds, "KV_ROWS": by_axis[0], "Q_ROWS": by_axis[1]}
-        self._launch(writer, runs_module(), "runs", self.runs_programs, {**self.for_runs, **rows, **given})
+    def _launch_of_runs(self, writer: PlanWriter, kernel: str, given: Arguments) -> None:
+        """Writes the launch of a kernel that takes the runs of all rows and columns."""
+        rows = {"KV_ROWS": self.by_axis[0], "Q_ROWS": self.by_axis[1]}
+        self._launch(writer, runs_module(), kernel, self.runs_programs, {**self.for_runs, **rows, **given})
 
     def _write_runs(
-        self,
-        writer: PlanWriter,
-        kinds: Place,
-        by_axis: tuple[Place, Place],
-        room: Sequence[int],
-        captures: bool,
-        placed: bool = False,
+        self, writer: PlanWriter, room: Sequence[int], captures: bool, placed: bool = False
     ) -> tuple[Place, ...]:
         """Writes the steps for the runs' tensors, by row and then by column."""
         spans = [
             writer.empty(f"{axis}_spans", (max(1, count), 2), torch.int32)
             for axis, count in zip(("kv", "q"), room, strict=True)
         ]
-        given = {"KV_SPANS": spans[0], "Q_SPANS": spans[1], "PLACED": placed, **self.slots}
-        self._launch_runs(writer, kinds, by_axis, given)
+        of_spans = {"KV_SPANS": spans[0], "Q_SPANS": spans[1], "PLACED": placed, **self.slots}
+        self._launch_of_runs(writer, "runs", {"KINDS": self.kinds, **of_spans})
+        rows, columns = self.by_axis
         if not (captures and self.ordered):
-            return by_axis[0], spans[0], by_axis[1], spans[1]
+            return rows, spans[0], columns, spans[1]
         orders = [
             writer.empty(f"{axis}_order", (self.groups, lines), torch.int32)
             for axis, lines in zip(("kv", "q"), self.grid, strict=True)
         ]
-        given = {"KV_ROWS": by_axis[0], "Q_ROWS": by_axis[1], "KV_ORDER": orders[0], "Q_ORDER": orders[1]}
-        self._launch(writer, runs_module(), "order", self.runs_programs, {**self.for_runs, **given})
-        return by_axis[0], spans[0], orders[0], by_axis[1], spans[1], orders[1]
+        self._launch_of_runs(writer, "order", {"KV_ORDER": orders[0], "Q_ORDER": orders[1]})
+        return rows, spans[0], orders[0], columns, spans[1], orders[1]
 
     def _counts(self) -> bool:
         """Are runs counted before their allocation? A CUDA graph cannot wait for a count."""
         return sum(self.room) * 8 > UNCOUNTED and not is_captured(self.device)
 
     def _write_kinds(
-        self, writer: PlanWriter, kinds: Place, captured: Sequence[Place], watch: IndexWatch | None
+        self, writer: PlanWriter, captured: Sequence[Place], watch: IndexWatch | None
     ) -> None:
         """Writes the steps for the kind of each tile, uint8 [groups, Qb, KVb]."""
         kernels, module = self.kernels, self.kernels.module
         states = writer.empty("states", (self.squares,), torch.uint8)
         terms = self._write_terms(writer, module, captured, watch) if kernels.terms else {}
-        known = {"KINDS": kinds, "STATES": states}
+        known = {"KINDS": self.kinds, "STATES": states}
         given = kernels.captured("squares_kernel", captured, watch)
         arguments = {**self.for_squares, **known, **terms, **given}
         self._launch(writer, module, "squares", self.squares, arguments)
