@@ -35,7 +35,7 @@ from flexmod.backends.arguments import (
 from flexmod.backends.bias import added_to_score
 from flexmod.backends.tiles import element_table, in_order_of
 from flexmod.block_mask.storage import MaskSnapshot
-from flexmod.block_mask.tiles import FULL, PARTIAL
+from flexmod.block_mask.tiles import FULL, PARTIAL, positions_on_axes
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.trace import Traced
 from flexmod.runtime.bound import Bound
@@ -193,11 +193,10 @@ def modified(problem: Problem, scores: Tensor) -> Tensor:
     if problem.score is not None:
         # The mod's derivative may be infinite where the mask is False; 0 * inf must not reach q and k.
         seen = scores if keep is None else torch.where(keep, scores, scores.detach())
-        b, h, q_idx, kv_idx = _positions(scores.shape, scores.device)
+        positions = positions_on_axes(scores.shape, scores.device, torch.int64)
         (result,) = evaluate(
-            problem.score.graph, problem.score.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx,
-            score=seen, real=scores.dtype,
-        )  # fmt: skip
+            problem.score.graph, problem.score.tensors, **positions, score=seen, real=scores.dtype
+        )
         scores = result.expand(scores.shape)
     return scores if keep is None else torch.where(keep, scores, -torch.inf)
 
@@ -205,15 +204,9 @@ def modified(problem: Problem, scores: Tensor) -> Tensor:
 def _allowed(mask: MaskSnapshot, shape: torch.Size, device: torch.device) -> Tensor:
     """Returns the mask as a bool tensor that broadcasts to `shape` [B, Hq, M, N]."""
     tiles = element_table(mask, shape[2], shape[3])
-    b, h, q_idx, kv_idx = _positions(shape, device)
-    (said,) = evaluate(mask.traced.graph, mask.traced.tensors, b=b, h=h, q_idx=q_idx, kv_idx=kv_idx)
+    positions = positions_on_axes(shape, device, torch.int64)
+    (said,) = evaluate(mask.traced.graph, mask.traced.tensors, **positions)
     return (tiles == FULL) | ((tiles == PARTIAL) & said)
-
-
-def _positions(shape: torch.Size, device: torch.device) -> list[Tensor]:
-    """Returns b, h, q_idx and kv_idx, each along its own dimension of `shape`."""
-    views = [[-1 if dim == own else 1 for dim in range(4)] for own in range(4)]
-    return [torch.arange(size, device=device).view(view) for size, view in zip(shape, views, strict=True)]
 
 
 ON_CPU = InTorch(forward, backward)

@@ -22,7 +22,7 @@ from flexmod.block_mask.combine import dense_mask
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.parts import MaskMod, block_pair, device_of, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import Axis, MaskSnapshot, TileStorage, is_captured
-from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, both_sizes, tile_count
+from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, both_sizes, positions_on_axes, tile_count
 from flexmod.errors import DeviceMismatch, InGraphMaskError, MaskExtentError
 from flexmod.ir.composed import and_masks, or_masks
 from flexmod.ir.evaluate import captures_on_device, evaluate, is_host_number
@@ -144,22 +144,12 @@ def create_mask(
     traced = trace(mod_fn, kind, here)
     check_captures(traced, here)
     check_sizes(traced.graph, sizes, "the mask")
-    places = _places(sizes, here)
     traced = Traced(fitted(traced.graph.with_lines(), sizes), traced.tensors)
     score = torch.zeros(sizes, device=here) if kind == "score" else None
-    (result,) = evaluate(traced.graph, traced.tensors, **places, score=score)
+    positions = positions_on_axes(sizes, here, torch.int32)
+    (result,) = evaluate(traced.graph, traced.tensors, **positions, score=score)
     mask = result if kind == "mask" else ~torch.isneginf(result)
     return mask.expand(sizes).clone(memory_format=torch.contiguous_format)
-
-
-def _places(sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """b, h, q_idx and kv_idx, each along its own axis of four."""
-    places = {}
-    for axis, (name, size) in enumerate(zip(POSITIONS, sizes, strict=True)):
-        shape = [1] * 4
-        shape[axis] = size
-        places[name] = torch.arange(size, dtype=torch.int32, device=device).view(shape)
-    return places
 
 
 def _sizes(B: int | None, H: int | None, Q_LEN: int | None, KV_LEN: int | None) -> tuple[int, int, int, int]:

@@ -270,9 +270,9 @@ def _finished(
     storage = TileStorage.of_table(
         table if padded else inside, batch, separate, any(m.storage.by_column for m in alike)
     )
-    made = type(mask)._of_storage(storage, lengths, mask.BLOCK_SIZE, mask_mod, traced, padded)
-    made._classified = classified
-    return made
+    return type(mask)._of_storage(
+        storage, lengths, mask.BLOCK_SIZE, mask_mod, traced, padded, classified
+    )
 
 
 def _reopen_ragged(

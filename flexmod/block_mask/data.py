@@ -95,15 +95,16 @@ class MaskData:
         mask_mod: MaskMod,
         traced: Traced,
         full_tiles_padded: bool = False,
+        classified: bool = True,
     ) -> AnyMask:
-        """Makes a mask from valid tiles and its mask_mod's graph."""
+        """Makes a mask from valid tiles and its mask_mod's graph. `classified`: see `_is_classified`."""
         mask = cls.__new__(cls)
         mask._storage = storage
         mask._snapshot = None
         mask._block_size = block_size
         mask._seq_lengths = seq_lengths
         mask.full_tiles_padded = full_tiles_padded
-        mask._classified = True
+        mask._classified = classified
         mask._seen = mask._lists_now()
         mask._mask_mod, mask.positions = mask_mod, positions_of(mask_mod)
         mask._know(traced)

@@ -192,9 +192,8 @@ class BlockMask(MaskData):
         table = keep_padding_partial(table if mask_mod is None else table.clamp(max=PARTIAL), lengths, block)
         mod = noop_mask if mask_mod is None else mask_mod
         storage = TileStorage.of_table(table, tuple(table.shape[:2]), separate=mask_mod is None)
-        made = cls._of_storage(storage, lengths, block, mod, trace_mask(mod, table.device))
-        made._classified = False
-        return made
+        traced = trace_mask(mod, table.device)
+        return cls._of_storage(storage, lengths, block, mod, traced, classified=False)
 
     @classmethod
     @outside_of_graphs
@@ -338,8 +337,8 @@ class BlockMask(MaskData):
             mask_mod,
             traced,
             self.full_tiles_padded,
+            self._classified,
         )
-        new._classified = self._classified
         for name in FLASH_PARTS:
             part = getattr(self, name)
             setattr(new, name, None if part is None else part.to(device))

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod.ir.graph import Graph
+from flexmod.ir.graph import POSITIONS, Graph
 from flexmod.runtime.private_torch import fix_sizes
 
 LISTS = (
@@ -40,7 +40,7 @@ LISTS = (
 FLASH_PARTS = ("dq_write_order", "dq_write_order_full", "dq_kv_order")
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
-# torch's cumsum and scatter work on 64-bit positions, eight bytes a tile: this many tiles at a time
+# torch's sorts and counts make 64-bit positions, eight bytes a tile: this many tiles at a time
 TILES_AT_ONCE = 1 << 22
 
 Lists = tuple[Tensor, Tensor]
@@ -61,6 +61,16 @@ def both_sizes(batch: tuple[int, ...]) -> tuple[int, int]:
 def groups_of(graph: Graph, sizes: Sequence[int]) -> tuple[int, int]:
     """The numbers of batch entries and heads that are built, each 1 if the graph does not read it."""
     return sizes[0] if "b" in graph.reads else 1, sizes[1] if "h" in graph.reads else 1
+
+
+def positions_on_axes(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """b, h, q_idx and kv_idx, each along its own axis of four."""
+    positions = {}
+    for axis, (name, size) in enumerate(zip(POSITIONS, sizes, strict=True)):
+        shape = [1] * 4
+        shape[axis] = size
+        positions[name] = torch.arange(size, dtype=dtype, device=device).view(shape)
+    return positions
 
 
 class MaskLayout(NamedTuple):
@@ -85,12 +95,8 @@ def ordered(active: Tensor) -> Lists:
     flat = active.reshape(-1, columns)
     counts = flat.sum(-1, dtype=torch.int32)
     indices = torch.empty(flat.shape, dtype=torch.int32, device=active.device)
-    numbers = torch.arange(columns, dtype=torch.int32, device=active.device)
     for rows in row_groups(flat):
-        here = flat[rows]
-        up_to = here.cumsum(-1)
-        place = torch.where(here, up_to - 1, counts[rows, None] + numbers - up_to)
-        indices[rows].scatter_(-1, place, numbers.expand(place.shape))
+        indices[rows] = flat[rows].to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return counts.reshape(lead), indices.reshape(active.shape)
 
 
@@ -194,13 +200,15 @@ def of_table(table: Tensor) -> Runs:
     *lead, columns = table.shape
     flat = table.reshape(-1, columns)
     # each row ends with an empty entry, so that no run continues in the next row
-    width = (columns // 8 + 1) * 8
+    width = columns + 1
     found = []
     for group in row_groups(flat):
-        padded = flat.new_zeros(group.stop - group.start, width)
-        padded[:, :columns] = flat[group]
-        start, stop, kind = _stretches(padded.view(-1))
-        found.append(torch.stack([start // width + group.start, start % width, stop - start, kind]))
+        padded = torch.nn.functional.pad(flat[group], (0, width - columns))
+        kind, count = padded.flatten().unique_consecutive(return_counts=True)
+        start = count.cumsum(0) - count
+        used = (kind != EMPTY).nonzero()[:, 0]
+        start, count, kind = start[used], count[used], kind[used].long()
+        found.append(torch.stack([start // width + group.start, start % width, count, kind]))
     row, first, length, kind = torch.cat(found, 1)
     order = kind.argsort(stable=True)
     place = (row * 2 + kind - PARTIAL)[order]
@@ -212,19 +220,3 @@ def of_table(table: Tensor) -> Runs:
     rows[:, 2] = (number.cumsum(0, dtype=torch.int32) - number).view(2, -1).T.flatten()
     spans = torch.stack([first, first + length], 1)[order].int()
     return Runs(found_rows, spans)
-
-
-def _stretches(kinds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds stretches of equal entries in int8 [8 n] that are not EMPTY: start, stop and entry of each.
-
-    The last entry is EMPTY. All int64 [stretches].
-    """
-    before = torch.cat([kinds.new_zeros(1), kinds[:-1]])
-    # entries are bytes; comparing eight at a time finds changes faster
-    words = (before.view(torch.int64) != kinds.view(torch.int64)).nonzero()
-    changed = (before.view(-1, 8)[words[:, 0]] != kinds.view(-1, 8)[words[:, 0]]).nonzero()
-    at = words[changed[:, 0], 0] * 8 + changed[:, 1]
-    kind = kinds[at].long()
-    stop = torch.cat([at[1:], at.new_tensor([len(kinds)])])
-    used = (kind != EMPTY).nonzero()[:, 0]
-    return at[used], stop[used], kind[used]
