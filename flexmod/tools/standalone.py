@@ -181,9 +181,13 @@ class File:
             if self.terms:
                 self.captures = write_terms(capture_grad(graph, v.learned), self.terms)
         texts = [text for _, text in _by_along(self.captures) if text]
-        names = FileNames([term.sums.lower() for text in texts for term in text.terms])
-        self.score = names.of(graph, v.score_tensors, v.score_sizes, CALL_SIZES)
-        self.mask = names.of(mask.graph if mask else None, v.mask_tensors, v.mask_sizes, MASK_SIZES)
+        taken = TAKEN | {term.sums.lower() for text in texts for term in text.terms}
+        known: dict[object, str] = {}  # the names of tensors that both mods may capture
+        of_score = names_of(graph, v.score_tensors, taken, known)
+        self.score = FileMod(graph, v.score_tensors, of_score, v.score_sizes, CALL_SIZES)
+        of_mask = mask.graph if mask else None
+        names = names_of(of_mask, v.mask_tensors, taken, known)
+        self.mask = FileMod(of_mask, v.mask_tensors, names, v.mask_sizes, MASK_SIZES)
         self.kernels = Kernels(
             v.spec, self.build, score.text if score else None, mask.text if mask else None,
             score.grad_text if score else None, dict(v.options), captures=self.captures,
@@ -370,30 +374,16 @@ class FileMod(NamedTuple):
         return found
 
 
-class FileNames:
-    """Names captured tensors in the file: the user's names, one for each tensor, none of `sums`."""
-
-    def __init__(self, sums: Sequence[str]) -> None:
-        self._taken = {*TAKEN, *sums}
-        self._known: dict[object, str] = {}
-
-    def of(
-        self,
-        graph: Graph | None,
-        tensors: Sequence[torch.Tensor],
-        expected: Sequence[ExpectedSize],
-        sizes: Mapping[str, str],
-    ) -> FileMod:
-        if graph is None:  # a score_mod of -inf branches alone: the mask has its tensors
-            return FileMod(None, (), (), expected, sizes)
-        names = [
-            self._known.setdefault(
-                (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()),
-                fresh(capture.name, self._taken),
-            )
-            for capture, tensor in zip(graph.captures, tensors, strict=True)
-        ]
-        return FileMod(graph, tensors, tuple(names), expected, sizes)
+def names_of(
+    graph: Graph | None, tensors: Sequence[torch.Tensor], taken: set[str], known: dict[object, str]
+) -> tuple[str, ...]:
+    """Names captured tensors in the file: the user's names, one for each tensor, none of `taken`."""
+    names = []
+    # a score_mod of -inf branches alone has no graph: the mask has its tensors
+    for capture, tensor in zip(graph.captures, tensors, strict=True) if graph else ():
+        key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        names.append(known.setdefault(key, fresh(capture.name, taken)))
+    return tuple(names)
 
 
 def _by_along(texts: CaptureTexts) -> tuple[tuple[str, ModText | None], ...]:
