@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 from flexmod import errors
-from flexmod.errors import LayoutError
 from flexmod.ir.graph import as_int
 
 PORTABLE = "portable"  # the last family, whose kernels run on every chip
@@ -188,5 +187,5 @@ USUAL = LAYOUTS["bhsd"]
 def layout_of(name: Any) -> Layout:
     """Returns the layout with this name. Raises LayoutError."""
     if not isinstance(name, str) or name not in LAYOUTS:
-        raise LayoutError(layout=name)
+        raise errors.LayoutError(layout=name)
     return LAYOUTS[name]

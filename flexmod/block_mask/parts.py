@@ -9,15 +9,8 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from flexmod import errors
 from flexmod.block_mask.tiles import FULL, LISTS, Parts, dense, tile_count
-from flexmod.errors import (
-    BlockMaskPartsError,
-    BlockSizeError,
-    DeviceMismatch,
-    LengthError,
-    MaskCaptureGradientError,
-    NoDeviceError,
-)
 from flexmod.errors.base import a_type, counted
 from flexmod.ir.fingerprint import remembered
 from flexmod.ir.graph import as_int, line_of_load, used_captures
@@ -32,7 +25,7 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     given = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     pair = [n for n in map(positive, given) if n is not None]
     if len(given) != 2 or len(pair) != 2:
-        raise BlockSizeError(
+        raise errors.BlockSizeError(
             block_size=repr(block_size),
             problem="is neither an integer from 1 to 1073741824 nor a pair of them",
             advice="BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys)",
@@ -52,7 +45,7 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
         problem = "it must be a torch.device, the name of one or None"
     except (AssertionError, RuntimeError) as error:  # torch's own, for a device that is not there
         problem = str(error).splitlines()[0].rstrip(".")
-    raise NoDeviceError(device=repr(device), problem=problem)
+    raise errors.NoDeviceError(device=repr(device), problem=problem)
 
 
 def length(name: str, value: SupportsIndex | None) -> int:
@@ -63,14 +56,14 @@ def length(name: str, value: SupportsIndex | None) -> int:
         advice = f"give the number of positions, e.g. {name}={tensor}.shape[2]"
         if as_int(value) == 0:
             advice = "call flex_attention without a block mask where there are no queries or no keys"
-        raise LengthError(name=name, value=repr(value), advice=advice)
+        raise errors.LengthError(name=name, value=repr(value), advice=advice)
     return number
 
 
 def length_pair(lengths: object) -> tuple[int, int]:
     """Numbers of queries and of keys as ints. Raises LengthError and BlockMaskPartsError."""
     if not isinstance(lengths, (tuple, list)) or len(lengths) != 2:
-        raise BlockMaskPartsError(
+        raise errors.BlockMaskPartsError(
             problem=f"seq_lengths is {lengths!r}, not the numbers of queries and of keys",
             advice="write seq_lengths=(query.shape[2], key.shape[2])",
         )
@@ -93,7 +86,7 @@ def checked_lists(parts: Parts) -> Parts:
     lists = [plain_list(name, parts.get(name)) for name in LISTS]
     counts, indices, columns = lists[0], lists[1], lists[5]
     if counts is None or indices is None or indices.dim() < 2:
-        raise BlockMaskPartsError(
+        raise errors.BlockMaskPartsError(
             problem="kv_num_blocks and kv_indices are needed, of shapes [B, H, Qb] and [B, H, Qb, KVb]",
             advice="see BlockMask's description of its parts, or use create_block_mask",
         )
@@ -102,7 +95,7 @@ def checked_lists(parts: Parts) -> Parts:
         _check_pair(LISTS[i : i + 2], lists[i : i + 2], rows)
     for name, part in zip(LISTS, lists, strict=True):
         if part is not None and part.device != indices.device:
-            raise DeviceMismatch.of("kv_indices", indices.device, name, part.device)
+            raise errors.DeviceMismatch.of("kv_indices", indices.device, name, part.device)
     return dict(zip(LISTS, lists, strict=True))
 
 
@@ -114,7 +107,7 @@ def plain_list(name: str, part: Any) -> Tensor | None:
     if part is None:
         return None
     if not isinstance(part, Tensor):
-        raise BlockMaskPartsError(
+        raise errors.BlockMaskPartsError(
             problem=f"{name} is {a_type(part)}, not a tensor",
             advice=f"make it one, e.g. torch.tensor({name}, dtype=torch.int32)",
         )
@@ -157,7 +150,7 @@ def _check_pair(names: tuple[str, ...], pair: Sequence[Tensor | None], rows: tor
     elif counts.shape != indices.shape[:-1] or indices.shape[:-1] != rows:
         problem = f"{names[0]} has shape {tuple(counts.shape)} and {names[1]} {tuple(indices.shape)}"
     if problem:
-        raise BlockMaskPartsError(
+        raise errors.BlockMaskPartsError(
             problem=problem,
             advice="give counts [..., rows] and indices [..., rows, columns] of the same rows",
         )
@@ -171,7 +164,7 @@ def table_of(given: Any) -> Tensor:
     found = plain_list("tiles", given)
     if found is None or found.is_floating_point() or found.is_complex() or not 2 <= found.dim() <= 4:
         what = "None" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
-        raise BlockMaskPartsError(
+        raise errors.BlockMaskPartsError(
             problem=f"tiles is {what}; a table of tiles is bool or integers, of shape [B, H, Qb, KVb]",
             advice="give one entry for each tile, e.g. block_mask.to_dense(); a dense mask of one entry for "
             "each query and key goes to create_block_mask",
@@ -184,7 +177,7 @@ def check_grid(grid: tuple[int, int], lengths: tuple[int, int], block: tuple[int
     """Raises BlockMaskPartsError if a table of tiles does not cover the lengths exactly."""
     expected = tuple(map(tile_count, lengths, block))
     if grid != expected:
-        raise BlockMaskPartsError(
+        raise errors.BlockMaskPartsError(
             problem=f"tiles has {counted(grid[0], 'row')} and {counted(grid[1], 'column')}, but "
             f"Q_LEN={lengths[0]} and KV_LEN={lengths[1]} have {expected[0]} and {expected[1]} with "
             f"BLOCK_SIZE {block}",
@@ -205,7 +198,7 @@ def check_lengths(
         listed = counted(by_column.shape[-2], "column")
         problem = f"tiles of {listed} are listed, but KV_LEN={lengths[1]} has {columns}"
     if problem:
-        raise BlockMaskPartsError(
+        raise errors.BlockMaskPartsError(
             problem=f"{problem} with BLOCK_SIZE {block}",
             advice="give the seq_lengths that the lists were made for",
         )
@@ -245,17 +238,17 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
         flags = torch.stack([miscounted, outside, repeated, over])
         of_count, of_index, is_repeated, reaches_over = flags.tolist()
         if of_count:
-            raise BlockMaskPartsError(
+            raise errors.BlockMaskPartsError(
                 problem=f"{of_counts} has a count that is not one from 0 to {room}, the width of {name}",
                 advice="count how many entries of each row are tiles, 0 where there are none",
             )
         if of_index:
-            raise BlockMaskPartsError(
+            raise errors.BlockMaskPartsError(
                 problem=f"{name} lists a tile that is not one of the {width}",
                 advice=f"list tiles from 0 to {width - 1}",
             )
         if is_repeated:
-            raise BlockMaskPartsError(
+            raise errors.BlockMaskPartsError(
                 problem=f"{name} lists a tile that is listed before",
                 advice="list each tile once, as partial or as full: kernels would count its scores twice",
             )
@@ -281,7 +274,7 @@ def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
     for number in used_captures(traced.graph.nodes) if torch.is_grad_enabled() else ():
         if traced.tensors[number].requires_grad:
             line = line_of_load(traced.graph.nodes, number)
-            raise MaskCaptureGradientError(name=traced.graph.captures[number].name, where=line)
+            raise errors.MaskCaptureGradientError(name=traced.graph.captures[number].name, where=line)
     return traced
 
 
@@ -290,7 +283,7 @@ def unwrapped(traced: Traced) -> Traced:
     captured = []
     for capture, tensor in zip(traced.graph.captures, traced.tensors, strict=True):
         if is_wrapped(tensor) and tensor.requires_grad:
-            raise MaskCaptureGradientError(name=capture.name)
+            raise errors.MaskCaptureGradientError(name=capture.name)
         name = f"{capture.name}, captured by mask_mod"
         captured.append(tensor_kinds.plain(tensor, name))
         if not tensor_kinds.has_no_values(captured[-1]):

@@ -22,18 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from flexmod import errors
 from flexmod.backends import backend
 from flexmod.backends.arguments import SINGLE, Forward, Problem, dtype_of_sums
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.compiler import capture_grad
-from flexmod.errors import (
-    DoubleBackwardError,
-    ForwardModeError,
-    ModifiedBeforeBackwardError,
-    RecomputedError,
-    SavedTensorError,
-    VmapError,
-)
 from flexmod.ir.evaluate import all_on_device
 from flexmod.ir.fingerprint import remember, tensor_key
 from flexmod.ir.graph import flowing, used_captures
@@ -312,11 +305,11 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise ForwardModeError(name="query, key, value or a captured tensor")
+        raise errors.ForwardModeError(name="query, key, value or a captured tensor")
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
-        raise VmapError(name="query, key, value or a captured tensor")
+        raise errors.VmapError(name="query, key, value or a captured tensor")
 
 
 class Gradient(torch.autograd.Function):
@@ -329,7 +322,7 @@ class Gradient(torch.autograd.Function):
     def forward(*arguments: Any) -> Tensors:
         call, mask, needs, kept, grad_out, *others = arguments
         if tensor_kinds.is_batched(grad_out):
-            raise VmapError(name="the gradient of the output")
+            raise errors.VmapError(name="the gradient of the output")
         with no_autocast(grad_out.device.type):
             result: Tensors = call.backward(mask, needs, kept, (grad_out, *others))
         return result
@@ -340,15 +333,15 @@ class Gradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        raise DoubleBackwardError(backend=ctx.backend.upper())
+        raise errors.DoubleBackwardError(backend=ctx.backend.upper())
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise ForwardModeError(name="the gradient of the output")
+        raise errors.ForwardModeError(name="the gradient of the output")
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> NoReturn:
-        raise VmapError(name="the gradient of the output")
+        raise errors.VmapError(name="the gradient of the output")
 
 
 # torch asks for the signature at every call; a stored one takes a tenth of the time.
@@ -424,7 +417,7 @@ def check_places(names: Sequence[str], then: Sequence[object], tensors: Sequence
     """Raises SavedTensorError if a saved tensor changed its shape, dtype or device since the forward."""
     for name, before, tensor in zip(names, then, tensors, strict=True):
         if place(tensor) != before:
-            raise SavedTensorError(name=name, before=_said(before), now=_said(place(tensor)))
+            raise errors.SavedTensorError(name=name, before=_said(before), now=_said(place(tensor)))
 
 
 def place(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -453,7 +446,7 @@ def _check_states(mask: MaskSnapshot, then: Sequence[object], now: Sequence[obje
 def _check_facts(then: tuple[int, int], now: Sequence[int]) -> None:
     for what, before, after in zip(("score_mod, scale or options", "block_mask"), then, now, strict=False):
         if before != after:
-            raise RecomputedError(what=what)
+            raise errors.RecomputedError(what=what)
 
 
 def _restored_mask(mask: MaskSnapshot, found: Sequence[Tensor], versions: Sequence[int]) -> MaskSnapshot:
@@ -469,6 +462,6 @@ def _restored_mask(mask: MaskSnapshot, found: Sequence[Tensor], versions: Sequen
     return mask.with_tensors([x.contiguous() if own.is_contiguous() else x for x, own in pairs])
 
 
-def _written(name: str) -> ModifiedBeforeBackwardError:
+def _written(name: str) -> errors.ModifiedBeforeBackwardError:
     bare = name.split(",")[0]
-    return ModifiedBeforeBackwardError(name=name, bare="tensor" if " " in bare else bare)
+    return errors.ModifiedBeforeBackwardError(name=name, bare="tensor" if " " in bare else bare)

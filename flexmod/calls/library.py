@@ -24,18 +24,10 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, MaskLayout
 from flexmod.calls import autograd, checks, float8, prepared
+from flexmod.ir import record
 from flexmod.ir.evaluate import captures_on_device, on_device
 from flexmod.ir.fingerprint import tensor_key
-from flexmod.ir.record import (
-    GRAPH,
-    Recorded,
-    decoded,
-    encoded,
-    numbered,
-    of_graph,
-    record,
-    record_of,
-)
+from flexmod.ir.record import Recorded
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config, tensor_kinds, tuned
 from flexmod.runtime.plan import contiguous, extents_of, named, values_of
@@ -60,12 +52,12 @@ class OperationConstants:
 
 @assume_constant
 def _text_of(*facts: Any) -> str:
-    return encoded(facts)
+    return record.encoded(facts)
 
 
 @lru_cache(4096)
 def _variant(text: str) -> OperationConstants:
-    return OperationConstants(*decoded(text))
+    return OperationConstants(*record.decoded(text))
 
 
 NO_MOD = ""
@@ -97,14 +89,14 @@ def attend(
 ) -> Forward:
     """Runs a call inside TorchDynamo or torch.export. Checks of values run when the graph runs."""
     query, key, value = prepared.cast_by_autocast(query, key, value)
-    mod = no_mod() if score_mod is None else record(score_mod, "score", query.device)
+    mod = no_mod() if score_mod is None else record.record(score_mod, "score", query.device)
     return _operate(query, key, value, mod, parts_of(block_mask, query.device), asked)
 
 
 def dispatch(call: prepared.TracedCall) -> Forward:
     """Runs a checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
     query, key, value, source, mask, asked, _ = call
-    mod = no_mod() if source is None else of_graph(captures_on_device(source, query.device))
+    mod = no_mod() if source is None else record.of_graph(captures_on_device(source, query.device))
     result = _operate(query, key, value, mod, parts_of(mask, query.device), asked)
     return float8.scaled(result, asked.value_scale)
 
@@ -146,12 +138,12 @@ def parts_of(mask: Any, device: torch.device) -> Parts:
         flags = mask.full_tiles_padded, mask._classified
         return _storage_parts(mask._storage, traced, known, flags, device)
     if isinstance(mask, MaskSnapshot):
-        known = [numbered(mask.mod.graph)[1], *mask.BLOCK_SIZE, *mask.seq_lengths]
+        known = [record.numbered(mask.mod.graph)[1], *mask.BLOCK_SIZE, *mask.seq_lengths]
         return _storage_parts(mask.storage, mask.mod, known, (mask.full_tiles_padded, False), device)
     if type(mask).__name__ == "BlockMask" and hasattr(mask, "kv_num_blocks"):
         names = tuple([name for name in LISTS if getattr(mask, name) is not None])
         tiles = [getattr(mask, name) for name in names]
-        mod, numbers = record(mask.mask_mod, "mask", device), [-1, *mask.BLOCK_SIZE, *mask.seq_lengths]
+        mod, numbers = record.record(mask.mask_mod, "mask", device), [-1, *mask.BLOCK_SIZE, *mask.seq_lengths]
         return Parts("lists", names, (True, False, False), mod, tiles, numbers)
     raise errors.NotABlockMask.of(mask)
 
@@ -248,7 +240,7 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
     block, lengths, rest = (numbers[0], numbers[1]), (numbers[2], numbers[3]), numbers[4:]
     captured, known = given.mask_captured, (given.mask_integers, given.mask_reals)
     if variant.form == "lists":
-        mod = record_of(variant.mask)
+        mod = record.record_of(variant.mask)
 
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             return mod.run((b, h, q_idx, kv_idx), captured, known)
@@ -259,7 +251,7 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
     layout = MaskLayout((rest[0], rest[1], *lengths), block, device, separate)
     outside = variant.form == "storage"
     if outside:
-        traced, _ = Recorded(GRAPH, captured, [graph], []).traced(device)
+        traced, _ = Recorded(record.GRAPH, captured, [graph], []).traced(device)
         storage = TileStorage.put_together(variant.names, given.tiles, rest, layout.grid(), separate)
     else:
         traced, _ = Recorded(variant.mask, captured, *known).traced(device)

@@ -15,7 +15,6 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import ScoreFunction, flex_attention
 from flexmod.calls.checks import check_device
-from flexmod.errors import LibraryArgumentError
 from flexmod.errors.base import a_type
 from flexmod.masks.checks import MaskMod, check_kind, check_packing
 from flexmod.runtime import tensor_kinds
@@ -281,7 +280,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     heads = out.shape[1]
     if not isinstance(sink, Tensor) or not sink.is_floating_point() or sink.shape != (heads,):
         given = f"{sink.dtype} {list(sink.shape)}" if isinstance(sink, Tensor) else a_type(sink)
-        raise LibraryArgumentError(
+        raise errors.LibraryArgumentError(
             function="apply_sink", name="sink", value=given,
             rule=f"a floating-point tensor of shape [{heads}], one number for each query head",
             advice=f"make it with torch.zeros({heads}, device=out.device), a parameter if it is learned",

@@ -36,17 +36,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexmod.backends import families
 from flexmod.backends.arguments import Problem, operands
-from flexmod.backends.families import (
-    NO_RUNGS,
-    PORTABLE,
-    FirstRungs,
-    PlannedCall,
-    families,
-    kernels_of,
-    obstacle,
-    serving,
-)
 from flexmod.backends.triton import Rungs
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, Runs
@@ -128,8 +119,8 @@ def kernels_on(variant: Variant, direction: Direction, target: str) -> Made:
 
     Raises TemplateError if the variant's options ask for a family that cannot run it.
     """
-    family, _ = serving(variant, direction, target)
-    return kernels_of(family, variant, direction, family_of(target))
+    family, _ = families.serving(variant, direction, target)
+    return families.kernels_of(family, variant, direction, family_of(target))
 
 
 def ptx(variant: Variant, target: str) -> dict[str, str]:
@@ -154,7 +145,7 @@ def ptx(variant: Variant, target: str) -> dict[str, str]:
 
 
 def compiled(
-    call: VariantCall, kernels: Made, name: str, target: str, rungs: Rungs = NO_RUNGS
+    call: VariantCall, kernels: Made, name: str, target: str, rungs: Rungs = families.NO_RUNGS
 ) -> Report:
     """Compiles one kernel with one tile or shape, as for a launch on dense aligned tensors.
 
@@ -285,7 +276,7 @@ class VariantCall:
         self,
         direction: Direction,
         made: Made,
-        rungs: Rungs = NO_RUNGS,
+        rungs: Rungs = families.NO_RUNGS,
         *,
         captured: bool = True,
     ) -> Plan:
@@ -293,7 +284,7 @@ class VariantCall:
 
         `captured`: the plan ends with the gradients of captured tensors, otherwise with their sums.
         """
-        family = next(one for one in families() if one.name == made.family)
+        family = next(one for one in families.families() if one.name == made.family)
         given = self._tensors
         tensors: tuple[Tensor | None, ...] = self._qkv
         if direction == "backward":
@@ -301,8 +292,10 @@ class VariantCall:
         variant, score = replace(self._made, spec=self._made.spec_of(direction)), self._made.score
         if score and score.graph:  # as in calls, where equal mods share a graph
             variant = replace(variant, score=replace(score, graph=replace(score.graph, lines=False)))
-        call = PlannedCall(variant, self.call, tensors, keep=self.keep, kept=2, captured=captured)
-        return call.plan(family, FirstRungs(made, rungs))
+        call = families.PlannedCall(
+            variant, self.call, tensors, keep=self.keep, kept=2, captured=captured
+        )
+        return call.plan(family, families.FirstRungs(made, rungs))
 
     def label(self, kernel: str) -> str:
         """Returns what reports call a kernel."""
@@ -342,14 +335,14 @@ def by_family(made: Variant) -> tuple[dict[str, Plan], dict[str, str], tuple[str
     plans, sources, lines = dict[str, Plan](), dict[str, str](), []
     for direction in made.spec.directions:
         whys, runs = [], []
-        for family in families():
-            why = obstacle(family, asked, direction, family.target)
+        for family in families.families():
+            why = families.obstacle(family, asked, direction, family.target)
             if why is not None:
                 whys.append(why)
                 continue
-            kernels: Any = kernels_of(family, made, direction)
+            kernels: Any = families.kernels_of(family, made, direction)
             plans[f"{family.name} {direction}"] = call.plan(direction, kernels)
-            if family is not PORTABLE:
+            if family is not families.PORTABLE:
                 sources[f"{family.name} {direction}"] = kernels.text
                 runs.append(f"{family.name} on {family.target}, {kernels.ladder(direction)[0]} first")
         said = [*runs, "portable elsewhere"] if runs else [f"portable everywhere: {'; '.join(whys)}"]

@@ -11,19 +11,8 @@ from typing import Any
 from flexmod.errors import FlexOnCpuError
 from flexmod.errors.base import MissingPlots
 from flexmod.ir.graph import dtype_name
-from flexmod.tools.comparison import (
-    CAUSAL,
-    Implementation,
-    Timing,
-    block_mask_of,
-    compiled_flex,
-    flexmod_attention,
-    random_inputs,
-    sdpa_causal,
-    sdpa_masked,
-    skipped,
-    timed,
-)
+from flexmod.tools import comparison
+from flexmod.tools.comparison import Timing
 from flexmod.tools.mod_names import Setting, choose, device_name, fitting
 from flexmod.tools.terminal import plain, table, times_faster
 
@@ -157,13 +146,13 @@ def bench(
     rows: list[Row] = []
     for seq, mod in itertools.product(lengths, mods):
         sized = fitting(mod, replace(setting, seq=seq))
-        inputs = random_inputs(sized)
+        inputs = comparison.random_inputs(sized)
         if sized.seq not in (row.seq for row in rows):
-            causal = timed(sdpa_causal(sized), inputs, sized, CAUSAL)
-            rows.append(Row(sized.seq, "", CAUSAL, causal))
+            causal = comparison.timed(comparison.sdpa_causal(sized), inputs, sized, comparison.CAUSAL)
+            rows.append(Row(sized.seq, "", comparison.CAUSAL, causal))
             progress(f"causal SDPA at {sized.seq}")
         for sparsity, attention in _attentions(mod, sized, score, masked, flex):
-            rows.append(Row(sized.seq, mod, sparsity, timed(attention, inputs, sized, sparsity)))
+            rows.append(Row(sized.seq, mod, sparsity, comparison.timed(attention, inputs, sized, sparsity)))
             progress(f"{attention.name} of {mod} at {sized.seq}")
     names = ", ".join(mods)
     name = f"{names} with {score}" if score else names
@@ -177,12 +166,12 @@ def count(mods: Sequence[str], lengths: Sequence[int], masked: bool, flex: bool)
 
 def _attentions(
     mod: str, setting: Setting, score: str | None, masked: bool, flex: bool
-) -> Iterator[tuple[float, Implementation]]:
+) -> Iterator[tuple[float, comparison.Implementation]]:
     chosen = choose(mod, setting, score)
-    block_mask = block_mask_of(chosen.mask, setting)
-    sparsity = skipped(block_mask)
+    block_mask = comparison.block_mask_of(chosen.mask, setting)
+    sparsity = comparison.skipped(block_mask)
     if masked:
-        yield sparsity, sdpa_masked(chosen.mask, setting)
+        yield sparsity, comparison.sdpa_masked(chosen.mask, setting)
     if flex:
-        yield sparsity, compiled_flex(chosen, setting)
-    yield sparsity, flexmod_attention("flexmod", chosen.score, block_mask)
+        yield sparsity, comparison.compiled_flex(chosen, setting)
+    yield sparsity, comparison.flexmod_attention("flexmod", chosen.score, block_mask)
