@@ -374,7 +374,7 @@ def test_export_refuses_a_mod_that_is_not_recorded(monkeypatch: pytest.MonkeyPat
     def refuse(*arguments: Any) -> Any:
         raise errors.InGraphModError()
 
-    monkeypatch.setattr(library, "record", refuse)
+    monkeypatch.setattr(library.record, "record", refuse)
     with pytest.raises(errors.InGraphModError):
         torch.export.export(Scored(mods.softcap(2.0)), tuple(x.detach() for x in inputs(16)))
 
