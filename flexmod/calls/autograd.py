@@ -45,7 +45,6 @@ from flexmod.runtime.private_torch import (
 if TYPE_CHECKING:
     from flexmod.runtime.bound import Bound, Tensors
 
-GENERATED = ("triton", "interpret")
 GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # of `BackwardInputs`
 BACKWARDS = 64  # that a call remembers
 

@@ -21,12 +21,8 @@ from flexmod.runtime import tensor_kinds
 
 MOST_PROGRAMS = 2**31 - 1
 SWAPPED = "; or say by layout='bhsd' or 'bshd' which dimension has the positions"
-DTYPES = {
-    "triton": KERNEL_DTYPES,
-    "interpret": KERNEL_DTYPES,
-    "cpu": (*KERNEL_DTYPES, torch.float64),
-    "reference": (*KERNEL_DTYPES, torch.float64),
-}
+GENERATED = ("triton", "interpret")  # the backends of generated kernels
+TORCH_DTYPES = (*KERNEL_DTYPES, torch.float64)  # of the other backends
 
 
 def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: Layout = USUAL) -> None:
@@ -122,7 +118,7 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor, backend: str, wants_
     """Checks that the backend takes the dtypes; key and value may have a lower one without gradients."""
     if backend == "triton" and (query.dtype in FLOAT8 or key.dtype in FLOAT8):
         return  # `float8.lowered` checked them
-    accepted = DTYPES[backend]
+    accepted = KERNEL_DTYPES if backend in GENERATED else TORCH_DTYPES
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype not in accepted:
             raise errors.UnsupportedDtype(

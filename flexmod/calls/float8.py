@@ -39,7 +39,6 @@ from flexmod.runtime.private_torch import assume_constant, is_wrapped
 from flexmod.runtime.target import target_of
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the default first
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _GROUPS = ("tensor", "head", "block")
 
 
@@ -369,7 +368,7 @@ def _check(x: Any, dtype: object, by: object, rotate: bool) -> None:
     floats, float8 = "float16, bfloat16, float32 or float64", " or ".join(map(str, FLOAT8))
     sizes = "a power of two or a multiple of 16 with rotate=True"
     for name, value, right, rule, advice in (
-        ("x", x.dtype, x.dtype in _FLOATS, floats, "write quantize(x.float())"),
+        ("x", x.dtype, x.dtype in checks.TORCH_DTYPES, floats, "write quantize(x.float())"),
         ("dtype", repr(dtype), dtype in FLOAT8, float8, "leave it out for torch.float8_e4m3fn"),
         ("by", repr(by), by in _GROUPS, "'tensor', 'head' or 'block'", 'write e.g. by="head"'),
         ("rotate", repr(rotate), isinstance(rotate, bool), "True or False", "leave it out for False"),

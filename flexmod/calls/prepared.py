@@ -316,7 +316,7 @@ def _check(call: TracedCall) -> str:
     if asked.out_dtype is not None and track:
         raise errors.Float8GradientError(name="a tensor captured by score_mod")
     checks.check_dtypes(query, key, value, backend, track)
-    if backend in autograd.GENERATED:
+    if backend in checks.GENERATED:
         checks.check_extents(query, key)
     if mask is not None:
         checks.check_mask(mask, query, key)
@@ -397,7 +397,7 @@ def _lowered(
     extents = (batch, heads, length, keys)
     split, own = mask is None and not autograd.nothing(query, key), None
     # kernels are for equal graphs; what torch evaluates may raise, and then names this mod's line
-    graph = source.graph if backend in autograd.GENERATED else source.graph.with_lines()
+    graph = source.graph if backend in checks.GENERATED else source.graph.with_lines()
     lowered = lower(graph, extents, split=split)
     if split and lowered.split is not None:
         decides = tuple(tensor.detach() for tensor in source.tensors)
