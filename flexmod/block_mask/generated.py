@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
@@ -364,7 +363,7 @@ class _Ahead:
             self.thread.join()
 
 
-_known: OrderedDict[object, _Ahead | None] = OrderedDict()  # by the graph without its numbers, and device
+_known: dict[object, _Ahead | None] = {}  # by the graph without its numbers, and device
 _guard = Lock()
 
 
@@ -376,16 +375,12 @@ def is_first(traced: Traced, layout: MaskLayout) -> bool:
     """
     key = traced.graph.skeleton[0], layout.device.index
     with _guard:
-        known = key in _known
-        ahead = _known[key] = _known.pop(key, None)
-        if not known and _torch_can(traced, layout):
-            _known[key] = _Ahead(partial(compile_ahead, traced, layout))
-            return True
-        while len(_known) > REMEMBERED:
-            _known.popitem(last=False)
-    if ahead is not None:
+        first = key not in _known and _torch_can(traced, layout)
+        ahead = _Ahead(partial(compile_ahead, traced, layout)) if first else _known.pop(key, None)
+        remember(_known, key, ahead, REMEMBERED)
+    if ahead is not None and not first:
         ahead.finish()
-    return False
+    return first
 
 
 def _torch_can(traced: Traced, layout: MaskLayout) -> bool:
