@@ -22,8 +22,8 @@ from flexmod.runtime.compiler_bugs import SERIALIZED
 from flexmod.runtime.offline import Report
 from flexmod.runtime.target import Target, named
 from flexmod.tools import ahead, cli
-from flexmod.tools.bench import Benchmark, Row
 from flexmod.tools.cli import COMMANDS, main
+from flexmod.tools.cli.masks import Benchmark, Row
 from flexmod.tools.comparison import Timing
 from flexmod.tools.mod_names import usual_setting
 

@@ -15,7 +15,7 @@ from named_mods import NAMED
 
 from flexmod import create_mask, masks, mods
 from flexmod.errors import FlexmodError, ModArityError, base
-from flexmod.tools.bench import Benchmark
+from flexmod.tools.cli.masks import Benchmark
 from flexmod.tools.inspection import explain
 from flexmod.tools.mod_names import KNOWN, Setting, choose, choose_mask, fitting
 

@@ -73,7 +73,6 @@ integrations
 tools.terminal
 tools.mod_names
 tools.comparison
-tools.bench
 tools.tune
 tools.cli
 __init__ __main__
