@@ -20,11 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from flexmod.block_mask import refine
 from flexmod.block_mask.combine import dense_mask
 from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
-from flexmod.block_mask.parts import MaskMod, block_pair, device_of, length, noop_mask, positive, trace_mask
+from flexmod.block_mask.parts import block_pair, device_of, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import Axis, MaskSnapshot, TileStorage, is_captured
 from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, both_sizes, positions_on_axes, tile_count
 from flexmod.errors import DeviceMismatch, InGraphMaskError, MaskExtentError
-from flexmod.ir.composed import and_masks, or_masks
+from flexmod.ir.composed import MaskMod, and_masks, or_masks
 from flexmod.ir.evaluate import captures_on_device, evaluate, is_host_number
 from flexmod.ir.graph import POSITIONS, Graph, check_sizes
 from flexmod.ir.offsets import OffsetLike, Positions, stated

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from flexmod.block_mask import refine, selection
 from flexmod.block_mask.data import AnyMask, MaskData
-from flexmod.block_mask.parts import MaskMod, trace_mask
+from flexmod.block_mask.parts import trace_mask
 from flexmod.block_mask.refine import OPEN
 from flexmod.block_mask.selection import KEPT, Affine, Composed, Rebased, block_positions, positions
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, keep_padding_partial, tile_count
 from flexmod.errors import BlockMaskCombineError, BlockMaskCropError, BlockMaskResizeError, DenseMaskError
-from flexmod.ir.composed import Derived
+from flexmod.ir.composed import Derived, MaskMod
 from flexmod.ir.graph import check_sizes, dtype_name, expect_size
 from flexmod.ir.offsets import NO_OFFSETS, IndexMap, Positions, of_positions
 from flexmod.ir.passes import fitted

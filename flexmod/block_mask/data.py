@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask.parts import (
-    MaskMod,
     block_pair,
     check_lengths,
     check_values,
@@ -35,7 +34,7 @@ from flexmod.block_mask.storage import (
 )
 from flexmod.block_mask.tiles import Parts, both_sizes, tile_count
 from flexmod.errors import FakeTensorError, MaskModChangedError
-from flexmod.ir.composed import Derived, Mask, may_change
+from flexmod.ir.composed import Derived, Mask, MaskMod, may_change
 from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.offsets import NO_OFFSETS, Positions, positions_of
 from flexmod.ir.passes import fitted

@@ -18,7 +18,6 @@ from flexmod.block_mask.combine import How
 from flexmod.block_mask.data import MaskData, fresh
 from flexmod.block_mask.facts import COUNTED, Facts, facts, sparsity
 from flexmod.block_mask.parts import (
-    MaskMod,
     block_pair,
     check_grid,
     check_values,
@@ -33,7 +32,7 @@ from flexmod.block_mask.parts import (
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, PARTIAL, Parts, keep_padding_partial
 from flexmod.errors import BlockMaskCombineError, NotABlockMask, SlicedTorchMaskError
-from flexmod.ir.composed import Derived, moved
+from flexmod.ir.composed import Derived, MaskMod, moved
 from flexmod.ir.source import mod_name
 from flexmod.runtime.private_torch import GetAttrKey, outside_of_graphs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from flexmod import errors
 from flexmod.block_mask.tiles import FULL, LISTS, Parts, dense, tile_count
 from flexmod.errors.base import a_type, counted
+from flexmod.ir.composed import MaskMod
 from flexmod.ir.fingerprint import remembered
 from flexmod.ir.graph import as_int, line_of_load, used_captures
 from flexmod.ir.offsets import LARGEST
@@ -254,9 +255,6 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
             )
         padded.append(reaches_over and name.startswith("full"))
     return any(padded)
-
-
-MaskMod = Callable[..., Any]
 
 
 def noop_mask(batch: Any, head: Any, token_q: Any, token_kv: Any) -> Any:

@@ -13,7 +13,7 @@ Each index has a map of its own: a range, a table, or blocks of positions.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,11 +22,9 @@ from torch import Tensor
 
 from flexmod.errors import BlockMaskIndexError
 from flexmod.errors.base import counted
-from flexmod.ir.composed import Derived
+from flexmod.ir.composed import Derived, MaskMod
 from flexmod.ir.graph import as_int, as_position, expect_size
 from flexmod.ir.offsets import LARGEST, IndexMap
-
-MaskMod = Callable[..., Any]
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ from flexmod.backends.options import LayoutName, layout_of, parse
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.data import positions_in
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.parts import MaskMod, unwrapped
+from flexmod.block_mask.parts import unwrapped
 from flexmod.block_mask.storage import MaskSnapshot, is_captured
 from flexmod.calls import autograd, checks, float8, library, prepared
 from flexmod.calls.attention import AuxOutput, AuxRequest, ScoreFunction, by_override, results_of
 from flexmod.calls.float8 import Scales
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.variant import EXTENTS, spec_for
+from flexmod.ir.composed import MaskMod
 from flexmod.ir.fingerprint import Seen, remember, tensor_key
 from flexmod.ir.offsets import OffsetLike, Positions, positions_of, stated
 from flexmod.ir.replay import deep_copied_traces, leaves, replay
