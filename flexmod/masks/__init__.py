@@ -9,50 +9,12 @@ The operators `&`, `|` and `~` combine them with one another and with your own f
 An invalid argument raises LibraryArgumentError when you make the mask.
 """
 
-from flexmod.ir.composed import Mask
-from flexmod.masks.checks import MaskMod
-from flexmod.masks.images import (
-    morton_order,
-    natten,
-    reordered,
-    sliding_tiles,
-    standalone_window,
-    tile_order,
-    vision_cross,
-)
-from flexmod.masks.packed import document, jagged, segments, shared_prefix, tree
-from flexmod.masks.sequences import (
-    block_diffusion,
-    by_head,
-    causal,
-    dilated_window,
-    global_window,
-    padding,
-    prefix_lm,
-    sliding_window,
-)
+from flexmod.ir.composed import Mask as Mask
+from flexmod.masks import images, packed, sequences
+from flexmod.masks.checks import MaskMod as MaskMod
+from flexmod.masks.images import *
+from flexmod.masks.packed import *
+from flexmod.masks.sequences import *
 
-__all__ = [
-    "Mask",
-    "MaskMod",
-    "block_diffusion",
-    "by_head",
-    "causal",
-    "dilated_window",
-    "document",
-    "global_window",
-    "jagged",
-    "morton_order",
-    "natten",
-    "padding",
-    "prefix_lm",
-    "reordered",
-    "segments",
-    "shared_prefix",
-    "sliding_tiles",
-    "sliding_window",
-    "standalone_window",
-    "tile_order",
-    "tree",
-    "vision_cross",
-]
+_names = [*images.__all__, *packed.__all__, *sequences.__all__]
+globals()["__all__"] = sorted(["Mask", "MaskMod", *_names])  # type checkers take the names of the imports

@@ -20,6 +20,11 @@ from flexmod.ir.offsets import LARGEST
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_extents, check_number, check_tensor, check_tiles
 
+__all__ = [
+    "morton_order", "natten", "reordered", "sliding_tiles",
+    "standalone_window", "tile_order", "vision_cross",
+]  # fmt: skip
+
 LEAST = -(2**29)  # an order may mark padding by a negative number; differences of positions fit in int32
 
 

@@ -14,6 +14,8 @@ from flexmod.ir.graph import as_position, expect_size, look_up
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_flag, check_number, check_packing, check_starts, check_tensor
 
+__all__ = ["document", "jagged", "segments", "shared_prefix", "tree"]
+
 
 def document(
     ids: Tensor | None = None,

@@ -8,42 +8,10 @@ function. A floating-point tensor that you pass gets a gradient if it requires o
 LibraryArgumentError when you make the mod.
 """
 
-from flexmod.ir.composed import ScoreMod
-from flexmod.mods.positions import (
-    alibi,
-    alibi_slopes,
-    causal_score,
-    relative_bias,
-    relative_position,
-    sandwich,
-    t5_bias,
-)
-from flexmod.mods.scores import (
-    chain,
-    graphormer_edge,
-    graphormer_spatial,
-    jagged,
-    mla_rope,
-    sink,
-    softcap,
-    temperature,
-)
+from flexmod.ir.composed import ScoreMod as ScoreMod
+from flexmod.mods import positions, scores
+from flexmod.mods.positions import *
+from flexmod.mods.scores import *
 
-__all__ = [
-    "ScoreMod",
-    "alibi",
-    "alibi_slopes",
-    "causal_score",
-    "chain",
-    "graphormer_edge",
-    "graphormer_spatial",
-    "jagged",
-    "mla_rope",
-    "relative_bias",
-    "relative_position",
-    "sandwich",
-    "sink",
-    "softcap",
-    "t5_bias",
-    "temperature",
-]
+_names = ["ScoreMod", *positions.__all__, *scores.__all__]
+globals()["__all__"] = sorted(_names)  # type checkers take the names of the imports

@@ -13,6 +13,11 @@ from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import expect_size, look_up
 from flexmod.masks.checks import check_flag, check_float, check_number, whole
 
+__all__ = [
+    "alibi", "alibi_slopes", "causal_score", "relative_bias",
+    "relative_position", "sandwich", "t5_bias",
+]  # fmt: skip
+
 
 def alibi(slopes: int | Tensor) -> ScoreMod:
     """Adds a penalty that grows with the distance: score + slope[h] * (kv_idx - q_idx).
