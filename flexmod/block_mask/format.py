@@ -96,13 +96,11 @@ class BlockMask(MaskData):
         dq_kv_order: Tensor | None = None,
         dq_kv_order_spt: bool | None = None,
     ) -> None:
-        parts = {
-            "kv_num_blocks": kv_num_blocks, "kv_indices": kv_indices,
-            "full_kv_num_blocks": full_kv_num_blocks, "full_kv_indices": full_kv_indices,
-            "q_num_blocks": q_num_blocks, "q_indices": q_indices,
-            "full_q_num_blocks": full_q_num_blocks, "full_q_indices": full_q_indices,
-        }  # fmt: skip
-        self._storage = TileStorage.of_lists(checked_lists(parts))
+        lists = (
+            kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices,
+            q_num_blocks, q_indices, full_q_num_blocks, full_q_indices,
+        )  # fmt: skip
+        self._storage = TileStorage.of_lists(checked_lists(dict(zip(LISTS, lists, strict=True))))
         self._snapshot = None
         self._block_size = block_pair(BLOCK_SIZE)
         self._seq_lengths = length_pair(seq_lengths)
@@ -137,12 +135,8 @@ class BlockMask(MaskData):
         `seq_lengths` (queries, keys) None: the lengths end with the last tiles. Raises the errors of
         BlockMask.
         """
-        parts = checked_lists(
-            {
-                "kv_num_blocks": kv_num_blocks, "kv_indices": kv_indices,
-                "full_kv_num_blocks": full_kv_num_blocks, "full_kv_indices": full_kv_indices,
-            }
-        )  # fmt: skip
+        by_row = kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
+        parts = checked_lists(dict(zip(LISTS, by_row, strict=False)))
         block = block_pair(BLOCK_SIZE)
         rows, width = parts["kv_indices"].shape[-2:]
         lengths = length_pair((rows * block[0], width * block[1]) if seq_lengths is None else seq_lengths)
