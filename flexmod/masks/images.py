@@ -20,11 +20,6 @@ from flexmod.ir.offsets import LARGEST
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_extents, check_number, check_tensor, check_tiles
 
-__all__ = [
-    "morton_order", "natten", "reordered", "sliding_tiles",
-    "standalone_window", "tile_order", "vision_cross",
-]  # fmt: skip
-
 LEAST = -(2**29)  # an order may mark padding by a negative number; differences of positions fit in int32
 
 
@@ -421,3 +416,9 @@ def morton_order(extent: tuple[int, ...], device: torch.device | str | None = No
     for place, (bit, axis) in enumerate(itertools.product(range(bits), reversed(coordinates))):
         code |= ((axis >> bit) & 1) << place
     return code.flatten().argsort().to(torch.int32)
+
+
+__all__ = [
+    "morton_order", "natten", "reordered", "sliding_tiles",
+    "standalone_window", "tile_order", "vision_cross",
+]  # fmt: skip

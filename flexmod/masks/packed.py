@@ -14,8 +14,6 @@ from flexmod.ir.graph import as_position, expect_size, look_up
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_flag, check_number, check_packing, check_starts, check_tensor
 
-__all__ = ["document", "jagged", "segments", "shared_prefix", "tree"]
-
 
 def document(
     ids: Tensor | None = None,
@@ -360,3 +358,6 @@ def _places(offsets: Tensor, total: int | None, name: str = "total") -> tuple[Te
     positions = torch.arange(count, device=offsets.device)
     sequence = torch.searchsorted(offsets[1:].long(), positions, right=True, out_int32=True)
     return sequence, offsets.to(torch.int32)[sequence]
+
+
+__all__ = ["document", "jagged", "segments", "shared_prefix", "tree"]

@@ -11,11 +11,6 @@ from flexmod.ir.composed import Mask, and_masks, or_masks
 from flexmod.ir.graph import expect_size, look_up
 from flexmod.masks.checks import MaskMod, check_counts, check_flag, check_number, check_tensor
 
-__all__ = [
-    "block_diffusion", "by_head", "causal", "dilated_window",
-    "global_window", "padding", "prefix_lm", "sliding_window",
-]  # fmt: skip
-
 
 def causal() -> Mask:
     """A query attends to the key at its own position and to all keys before it: q_idx >= kv_idx.
@@ -374,3 +369,9 @@ def by_head(choice: Tensor, *mask_mods: MaskMod) -> Mask:
         return choice_mask
 
     return or_masks(*(and_masks(chosen(number), mask_mod) for number, mask_mod in enumerate(mask_mods)))
+
+
+__all__ = [
+    "block_diffusion", "by_head", "causal", "dilated_window",
+    "global_window", "padding", "prefix_lm", "sliding_window",
+]  # fmt: skip

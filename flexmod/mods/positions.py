@@ -13,11 +13,6 @@ from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import expect_size, look_up
 from flexmod.masks.checks import check_flag, check_float, check_number, whole
 
-__all__ = [
-    "alibi", "alibi_slopes", "causal_score", "relative_bias",
-    "relative_position", "sandwich", "t5_bias",
-]  # fmt: skip
-
 
 def alibi(slopes: int | Tensor) -> ScoreMod:
     """Adds a penalty that grows with the distance: score + slope[h] * (kv_idx - q_idx).
@@ -313,3 +308,9 @@ def _refuse_slopes(value: str) -> NoReturn:
         rule="the number of heads, or a floating-point tensor of shape [H]",
         advice="write e.g. alibi(query.shape[1])",
     )  # fmt: skip
+
+
+__all__ = [
+    "alibi", "alibi_slopes", "causal_score", "relative_bias",
+    "relative_position", "sandwich", "t5_bias",
+]  # fmt: skip

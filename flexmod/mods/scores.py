@@ -21,11 +21,6 @@ from flexmod.ir.source import check_arity
 from flexmod.masks.checks import check_flag, check_float, check_number, check_positive, check_tensor
 from flexmod.masks.packed import sequences
 
-__all__ = [
-    "chain", "graphormer_edge", "graphormer_spatial", "jagged",
-    "mla_rope", "sink", "softcap", "temperature",
-]  # fmt: skip
-
 
 def chain(*score_mods: Callable[..., Any]) -> ScoreMod:
     """Applies score mods one after another:
@@ -345,3 +340,9 @@ def jagged(
         return score_mod(score, number, h, query, key)
 
     return jagged_score
+
+
+__all__ = [
+    "chain", "graphormer_edge", "graphormer_spatial", "jagged",
+    "mla_rope", "sink", "softcap", "temperature",
+]  # fmt: skip
