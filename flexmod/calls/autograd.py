@@ -25,7 +25,7 @@ from torch import Tensor
 from flexmod import errors
 from flexmod.backends import backend
 from flexmod.backends.arguments import SINGLE, Forward, Problem, dtype_of_sums
-from flexmod.block_mask.storage import MaskSnapshot
+from flexmod.block_mask.storage import MaskSnapshot, is_captured
 from flexmod.codegen.compiler import capture_grad
 from flexmod.ir.evaluate import all_on_device
 from flexmod.ir.fingerprint import remember, tensor_key
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 GRADIENTS = {0: "the gradient of the output", 1: "the gradient of lse"}  # of `BackwardInputs`
 BACKWARDS = 64  # that a call remembers
+_in_graphs: dict[int, MaskSnapshot] = {}  # masks of -inf branches, by id
 
 
 class _ForMask(NamedTuple):
@@ -69,17 +70,43 @@ class PreparedCall:
     """A checked call without its tensors and its mask; it runs all calls that differ only in tensor values.
 
     `whole` puts tensors and mask into the problem. `track`: autograd records the call. `host_numbers`: a mod
-    captures a number on the host, see `ir/evaluate.py`.
+    captures a number on the host, see `ir/evaluate.py`. `own`: the mask from the score mod's -inf branches.
+    `places`: where the score mod's captured tensors stand among the tensors of the fingerprint, or among an
+    operation's tensors. `autocast`: autocast is enabled. `results`: the layouts of an operation's results.
     """
 
     problem: Problem
     backend: str
     want_max: bool
     track: bool
-    host_numbers: bool = False
+    host_numbers: bool
+    own: MaskSnapshot | None
+    places: tuple[int, ...]
+    autocast: bool
+    results: Sequence[Any] = ()
     _forward: list[_ForMask] = field(default_factory=list)  # one, when the call has run
     _backward: dict[object, _ForMask] = field(default_factory=dict)
     _places: list[object] = field(default_factory=list)  # see `check_places`; from the first forward
+
+    def mask(self, given: MaskSnapshot | None) -> MaskSnapshot | None:
+        """Returns the mask for a call that passes `given`.
+
+        Keeps the mask alive if a CUDA graph is being captured: each replay reads its tiles.
+        """
+        own = self.own
+        if own is None:
+            return given
+        if is_captured(own.device):
+            _in_graphs[id(own)] = own
+        return own
+
+    def lasts(self, device: torch.device) -> bool:
+        """Returns whether later calls may reuse it.
+
+        They may not if the mask depends on values of captured tensors, since each call builds such a mask.
+        They may not while a CUDA graph is captured, since the mask has no tiles before a replay.
+        """
+        return self.own is None or not (self.own.traced.tensors or is_captured(device))
 
     @cached_property
     def facts(self) -> int:

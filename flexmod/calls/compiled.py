@@ -467,7 +467,7 @@ class _KnownCall(NamedTuple):
 
 
 def _bound(
-    ready: prepared.CheckedCall,
+    ready: autograd.PreparedCall,
     block_mask: BlockMask | None,
     traces: _Traces,
     links: Links,
@@ -479,4 +479,4 @@ def _bound(
     watched = masks.watched if masks else None
     twice = {id(tensor) for tensor in watched.tensors} if watched else set()
     kinds = tuple([(tensor, kind) for tensor, kind in traces.kinds if id(tensor) not in twice])
-    return _KnownCall(ready.call, mask, captured, kinds, links, watched, latest)
+    return _KnownCall(ready, mask, captured, kinds, links, watched, latest)

@@ -8,7 +8,7 @@ them again. All other facts of a call, its OperationConstants, are one text, a c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
@@ -189,8 +189,8 @@ _BACKWARD = (
 
 def _put_together(
     query: Tensor, key: Tensor, value: Tensor, given: Given, track: bool
-) -> tuple[prepared.CheckedCall, MaskSnapshot | None]:
-    """Returns the call and its mask. Its `places` are among the given captured tensors."""
+) -> tuple[autograd.PreparedCall, MaskSnapshot | None]:
+    """Returns the call and its mask."""
     variant = _variant(given.variant)
     mask = _mask_of(variant, given, query.device)
     tensors = (query, key, value, *given.captured, *(() if mask is None else mask.tensors))
@@ -213,7 +213,7 @@ def _put_together(
 def _made_ready(
     query: Tensor, key: Tensor, value: Tensor, given: Given, variant: OperationConstants,
     mask: MaskSnapshot | None, track: bool,
-) -> prepared.CheckedCall:  # fmt: skip
+) -> autograd.PreparedCall:  # fmt: skip
     source, places = None, tuple[int, ...]()
     checks.check_tensors(query, key, value, variant.enable_gqa)
     lists = {"captured": given.captured, "tiles": given.tiles, "mask_captured": given.mask_captured}
@@ -227,9 +227,7 @@ def _made_ready(
         prepared.NO_SCORE, given.scale, variant.enable_gqa, options, variant.want_max, variant.out_dtype
     )
     traced = prepared.TracedCall(query, key, value, source, mask, asked, track)
-    call, own = prepared.checked(traced)
-    places = places if call.problem.score is not None else ()
-    return prepared.CheckedCall(call, own, places, results=_results(query, value, variant, track))
+    return replace(prepared.checked(traced, places), results=_results(query, value, variant, track))
 
 
 def _mask_of(variant: OperationConstants, given: Given, device: torch.device) -> MaskSnapshot | None:
@@ -264,10 +262,10 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[T
     """Returns out, lse, the row maximum, and two tensors for the backward; absent ones have no elements."""
     given, track = Given(*rest[:-1]), rest[-1]
     with autograd.no_autocast(query.device.type):
-        ready, mask = _put_together(query, key, value, given, track)
-        captured = [given.captured[place] for place in ready.places]
-        found = ready.call.forward(mask, (query, key, value, *captured))
-    return tuple([layout.of(result, query) for layout, result in zip_longest(ready.results, found)])
+        call, mask = _put_together(query, key, value, given, track)
+        captured = [given.captured[place] for place in call.places]
+        found = call.forward(mask, (query, key, value, *captured))
+    return tuple([layout.of(result, query) for layout, result in zip_longest(call.results, found)])
 
 
 class _ResultLayout(NamedTuple):
@@ -375,19 +373,18 @@ def _gradient(
     """Returns gradients of query, key, value and each captured tensor, in this order, if `needs` is True."""
     given, needs = Given(*rest[:-1]), rest[-1]
     with autograd.no_autocast(query.device.type):
-        ready, mask = _put_together(query, key, value, given, True)
-        call, places = ready.call, ready.places
+        call, mask = _put_together(query, key, value, given, True)
         named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
         _check_gradient(query, value, {**named, "first": first, "second": second})
         kept = tuple(tensor for tensor in (first, second) if tensor.numel())
-        of_mod = (needs[3 + place] and used for place, used in zip(places, call.used, strict=True))
-        captured = [given.captured[place] for place in places]
+        of_mod = (needs[3 + place] and used for place, used in zip(call.places, call.used, strict=True))
+        captured = [given.captured[place] for place in call.places]
         found = call.backward(
             mask, (*needs[:3], *of_mod), len(kept),
             (grad_out, grad_lse, query, key, value, out, lse, *kept, *captured),
         )  # fmt: skip
     grads: list[Tensor | None] = [*found[:3], *([None] * len(given.captured))]
-    for place, grad in zip(places, found[3:], strict=True):
+    for place, grad in zip(call.places, found[3:], strict=True):
         grads[3 + place] = grad
     asked = [grad for grad, need in zip(grads, needs, strict=True) if need]
     layouts = _gradients(query, key, value, given, needs)

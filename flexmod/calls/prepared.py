@@ -9,7 +9,7 @@ fingerprint. flexmod checks and traces such a call each time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -24,6 +24,7 @@ from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.storage import MaskSnapshot, is_captured
 from flexmod.calls import autograd, checks
+from flexmod.calls.autograd import PreparedCall
 from flexmod.codegen.compiler import Lowered, lower
 from flexmod.codegen.spec import FLOAT8
 from flexmod.errors.base import a_type
@@ -83,41 +84,6 @@ class CallOptions(NamedTuple):
         return () if self.value_scale is None else (self.value_scale,)
 
 
-class CheckedCall(NamedTuple):
-    """A cached call.
-
-    `own`: the mask from the score mod's -inf branches. `places`: where the score mod's captured tensors stand
-    among the tensors of the fingerprint, or among an operation's tensors. `autocast`: autocast is enabled.
-    `results`: the layouts of an operation's results.
-    """
-
-    call: autograd.PreparedCall
-    own: MaskSnapshot | None
-    places: tuple[int, ...]
-    autocast: bool = False
-    results: Sequence[Any] = ()
-
-    def mask(self, given: MaskSnapshot | None) -> MaskSnapshot | None:
-        """Returns the mask for a call that passes `given`.
-
-        Keeps the mask alive if a CUDA graph is being captured: each replay reads its tiles.
-        """
-        own = self.own
-        if own is None:
-            return given
-        if is_captured(own.device):
-            _in_graphs[id(own)] = own
-        return own
-
-    def lasts(self, device: torch.device) -> bool:
-        """Returns whether later calls may reuse it.
-
-        They may not if the mask depends on values of captured tensors, since each call builds such a mask.
-        They may not while a CUDA graph is captured, since the mask has no tiles before a replay.
-        """
-        return self.own is None or not (self.own.traced.tensors or is_captured(device))
-
-
 class TracedCall(NamedTuple):
     """A call with its traced score mod, `source`. `track`: autograd records it."""
 
@@ -132,8 +98,7 @@ class TracedCall(NamedTuple):
 
 Dispatch = Callable[[TracedCall], Forward]  # runs a checked call
 
-_known_calls: dict[object, CheckedCall] = {}  # of flex_attention, and of operations
-_in_graphs: dict[int, MaskSnapshot] = {}  # masks of -inf branches, by id
+_known_calls: dict[object, PreparedCall] = {}  # of flex_attention, and of operations
 
 
 def forget() -> None:
@@ -158,20 +123,20 @@ def attend(
     captured = [*(seen.tensors[place] for place in ready.places), *asked.extra_tensors]
     mask = ready.mask(mask)
     if not ready.autocast:
-        return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
+        return autograd.run(ready, mask, query, key, value, captured, plain=True)
     query, key, value = cast_by_autocast(query, key, value)
     with autograd.no_autocast(query.device.type):
-        return autograd.run(ready.call, mask, query, key, value, captured, plain=True)
+        return autograd.run(ready, mask, query, key, value, captured, plain=True)
 
 
 def known(
     query: Tensor, key: Tensor, value: Tensor, block_mask: Any, asked: CallOptions
-) -> CheckedCall | None:
+) -> PreparedCall | None:
     """Returns a call's cache entry, or None if the call is new."""
     return _known_calls.get(_facts(query, key, value, _snapshot(block_mask), asked))
 
 
-def of_operation(facts: object, device: torch.device, make: Callable[[], CheckedCall]) -> CheckedCall:
+def of_operation(facts: object, device: torch.device, make: Callable[[], PreparedCall]) -> PreparedCall:
     """Returns the cache entry of a torch.library operation's call. `facts` is its key, None for no cache."""
     ready = _known_calls.get(facts)
     if ready is None:
@@ -268,13 +233,11 @@ def _check_and_attend(
             _check(traced)
             with tensor_kinds.naming_mixed(_named(traced)):
                 return dispatch(traced)
-        call, own = checked(traced)
-        traced = traced._replace(mask=mask if own is None else own)
+        call = checked(traced, places or (), autocast)
+        traced = traced._replace(mask=mask if call.own is None else call.own)
         captured = source.tensors if source is not None and call.problem.score is not None else ()
-        if facts is not None and places is not None:
-            ready = CheckedCall(call, own, places if captured else (), autocast)
-            if ready.lasts(query.device):
-                remember(_known_calls, facts, ready, KNOWN)
+        if facts is not None and places is not None and call.lasts(query.device):
+            remember(_known_calls, facts, call, KNOWN)
         captured = (*captured, *asked.extra_tensors)
         naming = tensor_kinds.naming_mixed(_named(traced)) if dispatched else nullcontext()
         # a transform would wrap the results of kernels, also of tensors that it does not wrap
@@ -291,8 +254,8 @@ def _named(call: TracedCall) -> dict[str, Tensor]:
     return {"query": call.query, "key": call.key, "value": call.value, **captured, **of_mask}
 
 
-def checked(call: TracedCall) -> tuple[autograd.PreparedCall, MaskSnapshot | None]:
-    """Checks a call; also returns the mask from the -inf branches of its score mod."""
+def checked(call: TracedCall, places: tuple[int, ...], autocast: bool = False) -> PreparedCall:
+    """Checks and prepares a call; `places` and `autocast` as in `PreparedCall`."""
     query, key, _, source, mask, asked, track = call
     backend = _check(call)
     scale = _scale(asked.scale)
@@ -306,7 +269,8 @@ def checked(call: TracedCall) -> tuple[autograd.PreparedCall, MaskSnapshot | Non
     )  # fmt: skip
     captured = [x.tensors for x in (source, mask and mask.mod, own and own.mod) if x is not None]
     numbers = any(is_host_number(tensor, query.device) for tensors in captured for tensor in tensors)
-    return autograd.PreparedCall(problem, backend, asked.want_max, track, numbers), own
+    places = () if problem.score is None else places
+    return PreparedCall(problem, backend, asked.want_max, track, numbers, own, places, autocast)
 
 
 def _check(call: TracedCall) -> str:
