@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flexmod
 from flexmod import BlockMask, create_block_mask, flex_attention, masks
-from flexmod.calls import compiled, prepared
+from flexmod.calls import autograd, compiled, prepared
 from flexmod.ir.trace import trace
 from flexmod.ir.watched import Watched
 
@@ -464,7 +464,7 @@ def test_what_was_read_is_known_and_what_was_computed_is_not_kept() -> None:
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     state = [False]
-    for module in (compiled, prepared):
+    for module in (autograd, compiled, prepared):
         monkeypatch.setattr(module, "is_captured", lambda device: state[0])
     return state
 
