@@ -45,8 +45,7 @@ class Objects(Dataset[Any]):
             return results(*self.sent[index - len(EVERY)])
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", long_but({1}, [1, 2]))
 @pytest.mark.parametrize("start", long_but({"spawn"}, ["fork", "spawn", "forkserver"]))
 def test_a_data_loader(start: str, workers: int) -> None:
     """A worker that hangs, or that loses an item, ends the wait with an error."""
