@@ -15,6 +15,7 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: the threads of all workers would wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import forked
 import torch
 from tiers import mark_long
 
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    forked.end()
     folder = config.stash.get(CACHE_FOLDER, None)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -440,9 +441,7 @@ from flexmod.tools.cli import main
 for command in ("source noop --standalone", "build noop", "warm noop --into kernels"):
     print(main([*command.split(), "--target", "sm_80", "--dim", "16"]))
 """
-    switches = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=switches, capture_output=True, text=True, timeout=120)
+    done = forked.python(script, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.stdout == "2\n2\n2\n", done.stderr
     said = (
         "environment variable TRITON_INTERPRET is '1'.\n  Instead: set it to 0 to compile kernels; "

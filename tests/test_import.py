@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import forked
 import pytest
 from test_rooms import MODULES, ROOT, longest_module
 from tiers import long_but
@@ -81,10 +82,14 @@ print(json.dumps(seen))
 """
 
 
-def python(script: str, **environment: str) -> str:
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, timeout=240)
+def python(script: str, fresh: bool = False) -> str:
+    """What a script prints; torch is imported before it, but for a fresh process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if fresh:
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    else:
+        done = forked.python(script, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -159,7 +164,7 @@ assert {*flexmod.__all__} <= {*globals()}
 assert flex_attention is sys.modules["flexmod.calls.attention"].flex_attention
 assert masks is sys.modules["flexmod.masks"] and "triton" not in sys.modules
 assert "flexmod.tools.ahead" not in sys.modules and flexmod.ahead.__file__
-""")
+""", fresh=True)
 
 
 @pytest.mark.parametrize("module", long_but({"calls.attention"}, sorted(flexmod._DEFINED_IN)))
@@ -174,7 +179,7 @@ for name in {flexmod._DEFINED_IN[module]!r}:
     assert pickle.loads(pickle.dumps(getattr(module, name))) is getattr(module, name)
 found = {{name for name in flexmod.__all__ if isinstance(getattr(flexmod, name), types.ModuleType)}}
 assert found == {{"errors", "masks", "mods"}}, found
-""")
+""", fresh=True)
 
 
 def test_type_checkers_see_the_public_names() -> None:
@@ -323,7 +328,7 @@ except flexmod.errors.MissingPackage as error:
     assert str(error).endswith("Instead: pip install \\"numpy<2.4\\"."), error
 else:
     raise AssertionError("the interpreter needs numpy")
-""")
+""", fresh=True)
 
 
 def test_the_first_calls_of_threads() -> None:

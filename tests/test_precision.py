@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
+import forked
 import pytest
 import torch
 from reference_case import make_case
@@ -69,7 +68,7 @@ torch.backends.fp32_precision = "ieee"; show()
 def test_the_new_switches() -> None:
     folder = Path(__file__).parent
     paths = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n"
-    done = subprocess.run([sys.executable, "-c", paths + SCRIPT], capture_output=True, text=True, timeout=120)
+    done = forked.python(paths + SCRIPT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["tf32", "ieee", "ieee", "tf32", "ieee"]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import linecache
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from reference_case import make_case
@@ -169,13 +168,7 @@ def test_debug_prints_a_path_that_can_be_opened(tmp_path: Path) -> None:
         "flexmod.flex_attention(q, q, q, kernel_options={'BACKEND': 'INTERPRET'})\n"
     )
     switches = {"FLEXMOD_DEBUG": "3", "FLEXMOD_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **switches},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = forked.python(script, env={**os.environ, **switches})
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("flexmod: source "))
     path = Path(line.removeprefix("flexmod: source "))

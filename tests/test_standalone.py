@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from tiers import long_but
@@ -41,9 +42,7 @@ for path in sys.argv[1:]:
 
 
 def run(*paths: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-I", "-c", ALONE, *map(str, paths)]
-    switches = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, env=switches, capture_output=True, text=True, timeout=240)
+    return forked.python(ALONE, *paths, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
 
 
 slopes = torch.rand(2, requires_grad=True)
@@ -127,9 +126,7 @@ for batch, heads, queries, keys in ((0, 2, 5, 7), (1, 0, 5, 7), (1, 2, 0, 7), (1
         except ValueError as error:
             print(error)
 """
-    switches = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", calls, str(path)]
-    done = subprocess.run(command, env=switches, capture_output=True, text=True, timeout=240)
+    done = forked.python(calls, path, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.stdout.splitlines() == [
         "B, HQ, M and N are 1 or more", "B, HQ, HKV, M and N are 1 or more"
     ] * 4, done.stderr  # fmt: skip
@@ -191,9 +188,7 @@ def test_it_refuses_what_it_was_not_written_for(tmp_path: Path) -> None:
         return ids[q_idx] == ids[kv_idx]
 
     path = save(tmp_path / "mine.py", by_key, same, head_dim=16, block_size=64, tiles=SMALL)
-    switches = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", REFUSED, str(path)]
-    done = subprocess.run(command, env=switches, capture_output=True, text=True, timeout=240)
+    done = forked.python(REFUSED, path, env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.stdout.splitlines() == [
         "q is torch.float64; this file is for torch.float16 and torch.bfloat16 and torch.float32",
         "bias is torch.float64 of rank 2; the kernels read torch.float32 of rank 2",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from itertools import product
@@ -12,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forked
 import pytest
 import torch
 import triton
@@ -393,7 +392,7 @@ def test_the_environment_does_not_matter(variable: str) -> None:
         "print(x.tolist())\n"
     )
     environment = {"TRITON_INTERPRET": variable, "PATH": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    done = forked.python(script, env=environment)
     assert done.stdout == "[7.0, 7.0, 7.0, 7.0]\n", done.stderr
 
 

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
 from tiers import long_but
@@ -371,10 +371,7 @@ def python(
         "OMP_NUM_THREADS": "1",
     }
     facts = {"root": str(ROOT), "tests": str(ROOT / "tests"), "score": score, "options": options}
-    done = subprocess.run(
-        [sys.executable, "-c", CALL.format(body=body, **facts)],
-        env=environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    done = forked.python(CALL.format(body=body, **facts), env=environment)
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads(done.stdout)
     return found
