@@ -234,6 +234,7 @@ LEARNED: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("backend", "way", "form"), cases(LEARNED, ()))
 def test_a_learned_number(backend: str, way: str, form: str) -> None:
     """It gets its gradient, and the optimizer's steps are seen."""

@@ -134,6 +134,7 @@ def test_a_list_that_is_written(name: str, mode: str, form: str, backend: str) -
         assert str(raised.value).startswith(f"block_mask.{name} has been")
 
 
+@pytest.mark.covering(1)
 @ON_BACKENDS
 @IN_MODES
 def test_calls_after_a_write_see_it(mode: str, backend: str) -> None:

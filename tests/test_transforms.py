@@ -238,6 +238,7 @@ def test_forward_over_reverse_is_refused() -> None:
 GRAPHS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 
 
+@pytest.mark.covering(1)
 @GRAPHS
 @pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
 def test_forward_mode_of_a_compiled_call_is_refused(known: bool, backend: str) -> None:

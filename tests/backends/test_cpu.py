@@ -218,6 +218,7 @@ def test_score_mods(score_mod: Any, mask_mod: Any, dtype: torch.dtype) -> None:
     check(case, score_mod, None if mask_mod is None else block_mask(case, mask_mod))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("budget", [1, 300, 2000, 20000])
 @pytest.mark.parametrize("mask_mod", [None, sinks_and_window, document])
 def test_any_budget(mask_mod: Any, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ SHAPES: list[dict[str, Any]] = [
 MASKS = [None, causal, late, sinks_and_window, both]
 
 
+@pytest.mark.covering(3)
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("score_mod", [None, alibi, capped, sigmoid, used_twice, holes])
@@ -91,6 +92,7 @@ def test_small_calls(
     torch.testing.assert_close(result.lse.double(), truth.lse, rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("score_mod", [capped, sigmoid, holes])
 @pytest.mark.parametrize("mask_mod", MASKS)
@@ -212,6 +214,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("height", [1, 40, 512])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
