@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -49,13 +50,17 @@ def _server() -> Iterator[tuple[IO[str], IO[str]]]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", SERVER]
         pipe = subprocess.PIPE
-        _servers.append(subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True))
+        server = subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, text=True, start_new_session=True
+        )
+        _servers.append(server)
     server = _servers[0]
     assert server.stdin is not None and server.stdout is not None
     try:
         yield server.stdin, server.stdout
     except BaseException:
-        server.kill()
+        os.killpg(server.pid, signal.SIGKILL)  # the script too
+        server.wait()
         _servers.clear()
         raise
 
