@@ -104,11 +104,16 @@ def cases(options: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
     def attend(tensors: Sequence[Tensor], score_mod: Any = None) -> Any:
         return flexmod.flex_attention(*tensors, score_mod, mask, kernel_options=options)
 
+    def compiled(*tensors: Tensor) -> Any:
+        return flexmod.flex_attention(*tensors, None, mask, kernel_options=options)
+
+    graph = torch.compile(compiled, backend="aot_eager", fullgraph=True)
     given = (query, key, value)
     turned = tuple(x.transpose(1, 2).contiguous() for x in given)
     return {
         "flex_attention": lambda: attend(given),
         "flex_attention, alibi": lambda: attend(given, mods.alibi(slopes)),
+        "flex_attention, in a graph of torch.compile": lambda: graph(*given),
         "handle": lambda: plain(*given),
         "handle, alibi": lambda: alibi(*given),
         "handle, bshd": lambda: rows(*turned),

@@ -130,10 +130,10 @@ def test_in_a_compiled_graph(options: Any, monkeypatch: pytest.MonkeyPatch) -> N
     placed: list[bool] = []
     of = library._ResultLayout.of
 
-    def laid_out(layout: Any, found: Tensor | None) -> Tensor:
+    def laid_out(layout: Any, found: Tensor | None, like: Tensor) -> Tensor:
         if found is not None:
             placed.append(found.stride() == tuple(layout.strides))
-        return of(layout, found)
+        return of(layout, found, like)
 
     monkeypatch.setattr(library._ResultLayout, "of", laid_out)
     counter = CompileCounterWithBackend("aot_eager")
