@@ -368,6 +368,23 @@ def test_an_exported_program_computes_nothing_from_uninitialized_memory(strict: 
     assert not [x for node in divisions for x in node.all_input_nodes if "empty" in x.name]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("backend", ["AUTO", "INTERPRET"])
+def test_gradients_of_a_program_that_was_exported_without(dtype: torch.dtype, backend: str) -> None:
+    """Its forward keeps nothing for a backward."""
+    case = inputs(16, dtype)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return attend(q, k, v, mods.alibi(HEADS), kernel_options={"BACKEND": backend})
+
+    module = nn.Module()
+    module.forward = run  # type: ignore[method-assign]
+    exported = torch.export.export(module, tuple(x.detach() for x in case)).module()
+    gradients = [torch.autograd.grad(f(*case).sin().sum(), case) for f in (exported, run)]
+    for found, wanted in zip(*gradients, strict=True):
+        close(found, wanted)
+
+
 def test_export_refuses_a_mod_that_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its program would refer to a graph of this process alone."""
 

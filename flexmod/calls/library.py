@@ -376,9 +376,11 @@ def _gradient(
         call, mask = _put_together(query, key, value, given, True)
         named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
         _check_gradient(query, value, {**named, "first": first, "second": second})
-        kept = tuple(tensor for tensor in (first, second) if tensor.numel())
+        kept: tuple[Any, ...] = tuple(tensor for tensor in (first, second) if tensor.numel())
         of_mod = (needs[3 + place] and used for place, used in zip(call.places, call.used, strict=True))
         captured = [given.captured[place] for place in call.places]
+        if not kept and call.backend in autograd.GENERATED:  # no tensor required a gradient in the trace
+            kept = call.forward(mask, (query, key, value, *captured))[3:]
         found = call.backward(
             mask, (*needs[:3], *of_mod), len(kept),
             (grad_out, grad_lse, query, key, value, out, lse, *kept, *captured),
