@@ -12,7 +12,7 @@ import torch
 from float8_cases import CASES, E4M3, E5M2, Float8Case, check, eager, handle, made
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmod import Scales, flex_attention, mods
+from flexmod import Scales, flex_attention, mods, quantize
 from flexmod.backends.options import parse
 from flexmod.calls import float8
 from flexmod.calls.float8 import ScaledScore
@@ -122,6 +122,35 @@ def test_only_kernels_for_few_queries_get_keys_in_float8(
         key = torch.empty(1, 2, 900, 64, dtype=E4M3, device="cuda")
         call = float8.lowered(query, key, key, None, None, None, True, parse(options))
     assert call.key.dtype == call.value.dtype == dtype
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_graph_of_few_queries_serves_other_lengths(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "_multiplies", lambda device: True)
+    queries, keys = (torch.export.Dim(name, min=2, max=4000) for name in ("queries", "keys"))
+    case = torch.randn(1, 4, 3, 64).half(), *(torch.randn(1, 2, 300, 64).to(E4M3) for _ in range(2))
+
+    class Attention(torch.nn.Module):
+        def forward(self, *tensors: Any) -> Any:
+            return flex_attention(*tensors, enable_gqa=True)
+
+    shapes = (({2: queries}, {2: keys}, {2: keys}),)
+    exported = torch.export.export(Attention(), case, strict=strict, dynamic_shapes=shapes).module()
+    for length, count in ((3, 300), (100, 20)):
+        query, key = torch.randn(1, 4, length, 64).half(), torch.randn(1, 2, count, 64).to(E4M3)
+        expected = flex_attention(query, key, key, enable_gqa=True)
+        torch.testing.assert_close(exported(query, key, key), expected, atol=0, rtol=0)
+
+
+def test_a_graph_whose_scales_by_block_become_one() -> None:
+    torch._dynamo.reset()
+    attend = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    for length in (300, 700, 65):
+        query = torch.randn(1, 4, 3, 64).half()
+        key, scale = quantize(torch.randn(1, 2, length, 64), by="block")
+        given: dict[str, Any] = {"enable_gqa": True, "scales": Scales(key=scale)}
+        expected = flex_attention(query, key, key, **given)
+        torch.testing.assert_close(attend(query, key, key, **given), expected, atol=0, rtol=0)
 
 
 def test_other_calls_stay_as_they_are() -> None:

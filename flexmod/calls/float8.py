@@ -35,7 +35,7 @@ from flexmod.ir.composed import Derived
 from flexmod.ir.graph import dtype_name
 from flexmod.runtime import config, tensor_kinds
 from flexmod.runtime.locks import lazy_imports
-from flexmod.runtime.private_torch import assume_constant, is_wrapped
+from flexmod.runtime.private_torch import assume_constant, has_symbols, is_wrapped
 from flexmod.runtime.target import target_of
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # the default first
@@ -157,7 +157,8 @@ def lowered(
     key, value = new_key, new_value
     by_block = scale is not None and scale.dim() == 3
     on_gpu = query.device.type == "cuda" and options.backend != "REFERENCE"
-    few = has_few(query, key) and not other_kernels(dict(options.tiles))
+    # a symbol counts as any length: a graph that compared it would serve some lengths alone
+    few = not has_symbols(query, key) and has_few(query, key) and not other_kernels(dict(options.tiles))
     kept = on_gpu and _multiplies(query.device) and (query.dtype in FLOAT8 or few)
     if not kept:
         query, key = (x if x.dtype == dtype else _dequantized(x, None, dtype) for x in (query, key))
@@ -237,7 +238,7 @@ def _checked_scale(name: str, scale: Any, tensor: Tensor) -> Tensor | None:
         raise errors.ScalesUnusedError(name=name, dtype=dtype_name(tensor.dtype))
     batch, heads, length, _ = tensor.shape
     allowed = ((), (1,), (batch, heads), (batch, heads, -(-length // SCALE_BLOCK)))
-    if tuple(scale.shape) not in allowed:
+    if not any(tuple(scale.shape) == shape for shape in allowed):  # `in` compares no symbols of a graph
         raise errors.ScalesShapeError(
             name=name, shape=tuple(scale.shape), head=allowed[2], block=allowed[3], rows=SCALE_BLOCK
         )

@@ -244,6 +244,16 @@ def assume_constant(function: Function) -> Function:
     return function
 
 
+def has_symbols(*tensors: Tensor) -> bool:
+    """Returns whether a size of the tensors is a symbol of a graph."""
+    sizes = [size for tensor in tensors for size in tensor.shape]
+    if not torch.compiler.is_dynamo_compiling():
+        return any(type(size) is not int for size in sizes)
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # a symbol's type is int here
+
+    return not all(has_static_value(size) for size in sizes)
+
+
 def fix_sizes(tensor: Tensor, last: int) -> None:
     """torch._dynamo.mark_static of the last dimensions, of the tensor that this one views too.
 
