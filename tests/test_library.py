@@ -305,6 +305,24 @@ class Windowed(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_symbol_beside_a_number_of_the_same_size(axis: int) -> None:
+    """Keys and values of a cache have sizes that are numbers, queries have symbols."""
+    query, (key, value) = inputs()[0], (x.detach() for x in inputs()[1:])
+    torch._dynamo.maybe_mark_dynamic(query, axis)
+    mask = create_block_mask(lambda b, h, q, k: (q + b) % 2 == k % 2, 2, HEADS, LENGTH, LENGTH, "cpu")
+    positions = torch.tensor([3, 20])
+    Compiled(lambda q: attend(q, key, value, mods.alibi(HEADS), mask)).check(query)
+    Compiled(lambda q: attend(q, key, value, mods.alibi(HEADS), q_offset=positions)).check(query)
+
+
+def test_values_of_fewer_heads_whose_number_is_a_symbol() -> None:
+    query, key = (x.detach() for x in inputs()[:2])
+    compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+    value = torch.cat([key, key], 1)
+    close(compiled(query, key, value), attend(query, key, value))
+
+
 def test_export_with_two_lengths_in_any_ratio() -> None:
     """The room for a mask's runs is no guard that one of the lengths has more tiles."""
     queries, keys = (torch.export.Dim(name, min=20, max=4000) for name in ("queries", "keys"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -54,7 +53,8 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
     if key.shape[heads] != value.shape[heads]:
         counts = (query.shape[heads], key.shape[heads], value.shape[heads])
         raise errors.KeyValueHeadsMismatch.of(*counts, heads, layout.named)
-    if key.shape[0] != value.shape[0] or key.shape[0] not in (1, query.shape[0]):
+    # `in` compares no symbols of a graph
+    if key.shape[0] != value.shape[0] or not (key.shape[0] == 1 or key.shape[0] == query.shape[0]):
         raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
     of_query, of_key = query.shape[heads], key.shape[heads]
     if of_query % of_key if of_key else of_query:
@@ -94,7 +94,8 @@ def with_equal_heads(query: Any, key: Any, value: Any, enable_gqa: bool) -> tupl
         return None
     if not torch.compiler.is_compiling():
         tensor_kinds.check({"key": key, "value": value})
-    most = math.lcm(of_key, of_value)
+    # not math.lcm, which takes no symbols of a graph
+    most = next(n for n in range(of_key, of_query + 1, of_key) if n % of_value == 0)
     return key.repeat_interleave(most // of_key, 1), value.repeat_interleave(most // of_value, 1)
 
 

@@ -296,7 +296,9 @@ def _dense(name: str, given: Tensor, sizes: tuple[int, int, int, int]) -> Tensor
     is_mask = name == "attention_mask"
     of_dtype = given.is_floating_point() or (is_mask and given.dtype == torch.bool)
     fits = given.dim() == 4 and given.shape[3] >= sizes[3]
-    if not (fits and of_dtype and all(given.shape[axis] in (1, sizes[axis]) for axis in range(3))):
+    # `in` compares no symbols of a graph
+    shared = all(given.shape[axis] == 1 or given.shape[axis] == sizes[axis] for axis in range(3))
+    if not (fits and of_dtype and shared):
         kinds, tokens = "floating-point", ""
         if is_mask:
             kinds = "bool or floating-point"

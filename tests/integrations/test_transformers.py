@@ -257,6 +257,18 @@ def test_dense_masks_and_biases(heads: int) -> None:
             torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("axis", [0, 2])
+def test_a_dense_mask_beside_a_query_with_symbols(axis: int) -> None:
+    q, k, v = layer()
+    kept = torch.rand(2, 1, 30, 30) > 0.4
+    torch._dynamo.maybe_mark_dynamic(q, axis)
+
+    def run(query: Tensor) -> Tensor:
+        return integration.attention(nn.Module(), query, k, v, kept)[0]
+
+    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(q), run(q))
+
+
 def causal_block_mask() -> Any:
     return create_block_mask(masks.causal(), None, None, 30, 30, "cpu")
 
