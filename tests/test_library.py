@@ -323,6 +323,15 @@ def test_values_of_fewer_heads_whose_number_is_a_symbol() -> None:
     close(compiled(query, key, value), attend(query, key, value))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_repeats_the_message_of_a_mistake(dynamic: bool) -> None:
+    query, key = (x.detach() for x in inputs()[:2])
+    compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=dynamic)
+    for wrong, message in ((key[..., :8], "query has head_dim 16 but key has 8"), (key[0], "key has 3 dim")):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+            compiled(query, wrong, key)
+
+
 def test_export_with_two_lengths_in_any_ratio() -> None:
     """The room for a mask's runs is no guard that one of the lengths has more tiles."""
     queries, keys = (torch.export.Dim(name, min=20, max=4000) for name in ("queries", "keys"))

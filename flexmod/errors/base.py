@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["FlexmodError", "Where"]
 
@@ -36,7 +37,7 @@ class Where:
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun: "1 head", "2 heads", "2 queries"."""
     plural = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
+    return f"{_without_symbols(number)} {noun if number == 1 else plural}"
 
 
 def a_type(value: object) -> str:
@@ -80,6 +81,7 @@ class FlexmodError(Exception):
             self.message = message
             self.args = (message,)
             return
+        facts = {name: _without_symbols(fact) for name, fact in facts.items()}
         lines = [self.what.format(**facts)]
         if where is not None:
             lines.append(f"  at {where}")
@@ -88,6 +90,16 @@ class FlexmodError(Exception):
         lines.append(f"  Instead: {self.instead.format(**facts)}")
         self.message = "\n".join(lines)
         self.args = (self.message,)  # TorchDynamo supports this, but not super().__init__
+
+
+def _without_symbols(fact: Any) -> Any:
+    """Makes symbols of a graph numbers, since TorchDynamo writes no symbol into a text."""
+    # not by type alone: TorchDynamo knows no type of some texts
+    if isinstance(fact, int) and type(fact) is int:
+        return range(fact).stop
+    if isinstance(fact, (list, tuple)) and type(fact) in (list, tuple):
+        return type(fact)([_without_symbols(part) for part in fact])
+    return fact
 
 
 class UnknownModName(FlexmodError, ValueError):
