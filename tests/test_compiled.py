@@ -213,3 +213,19 @@ def test_a_mask_without_queries_or_keys(options: Any) -> None:
     assert attend(query[:, :, :0], key, value).shape == (*query.shape[:2], 0, 16)
     out, lse = attend(query, key[:, :, :0], value[:, :, :0], return_lse=True)
     assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_an_error_names_the_line_of_its_own_handle() -> None:
+    """Although a handle before it has an equal graph."""
+    first, second = torch.tensor([5, 6]), torch.tensor([5, 6])
+
+    def one(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx < first[b]
+
+    def other(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kv_idx < second[b]
+
+    few, many = torch.randn(2, 1, 7, 16), torch.randn(3, 1, 7, 16)
+    flexmod.compile(None, one)(few, few, few)
+    with pytest.raises(errors.CaptureBoundsError, match=r"return kv_idx < second\[b\]"):
+        flexmod.compile(None, other)(many, many, many)

@@ -252,6 +252,10 @@ class Graph(Immutable):
 
     def with_lines(self) -> Graph:
         """The graph, equal only to graphs of the same lines: errors of torch's evaluation name them."""
+        return self._with_lines
+
+    @cached_property
+    def _with_lines(self) -> Graph:
         return replace(self, lines=True)
 
     @cached_property
