@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmod import Scales, flex_attention, mods, quantize
 from flexmod.backends.options import parse
-from flexmod.calls import float8
+from flexmod.calls import checks, float8
 from flexmod.calls.float8 import ScaledScore
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -122,6 +122,21 @@ def test_only_kernels_for_few_queries_get_keys_in_float8(
         key = torch.empty(1, 2, 900, 64, dtype=E4M3, device="cuda")
         call = float8.lowered(query, key, key, None, None, None, True, parse(options))
     assert call.key.dtype == call.value.dtype == dtype
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2), (1, 2), (2,)])
+def test_a_gpu_takes_float8_beside_few_queries(
+    places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all tensors, in keys and values, in values alone."""
+    monkeypatch.setattr(float8, "_multiplies", lambda device: True)
+    with FakeTensorMode():
+        tensors = [torch.empty(1, 2, n, 64, dtype=torch.bfloat16, device="cuda") for n in (2, 900, 900)]
+        for place in places:
+            tensors[place] = tensors[place].to(E4M3)
+        call = float8.lowered(*tensors, None, None, None, False, parse({}))
+        checks.check_dtypes(call.query, call.key, call.value, "triton", wants_grad=False)
+    assert call.value.dtype == E4M3
 
 
 @pytest.mark.parametrize("strict", [False, True])

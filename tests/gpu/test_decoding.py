@@ -73,6 +73,15 @@ def test_float8_queries(by: str, out_dtype: torch.dtype, queries: int) -> None:
     assert error < (6e-3 if out_dtype == torch.bfloat16 or by == "block" else 1e-3)
 
 
+def test_float8_values_alone() -> None:
+    q, k = (torch.randn(2, h, n, 64, device="cuda", dtype=torch.float16) for h, n in ((8, 2), (2, 3000)))
+    v, scale = quantize(torch.randn(2, 2, 3000, 64, device="cuda"), by="head")
+    given: dict[str, Any] = {"scales": Scales(value=scale), "enable_gqa": True}
+    exact = flex_attention(q.double(), k.double(), v, **given, kernel_options={"BACKEND": "REFERENCE"})
+    out = flex_attention(q, k, v, **given)
+    assert (out.double() - exact).norm() < 1e-3 * exact.norm()
+
+
 def tensors() -> tuple[torch.Tensor, ...]:
     sizes = (8, 1), (2, 9000), (2, 9000)
     return tuple(torch.randn(2, h, n, 64, device="cuda", dtype=torch.float16) for h, n in sizes)
