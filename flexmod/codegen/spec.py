@@ -104,7 +104,7 @@ class KernelSpec:
     @property
     def directions(self) -> tuple[Direction, ...]:
         """The directions that have kernels: float8 has no backward."""
-        float8 = self.q_dtype in FLOAT8 or self.k_dtype in FLOAT8
+        float8 = any(dtype in FLOAT8 for dtype in (self.q_dtype, self.k_dtype, self.v_dtype))
         return ("forward",) if float8 else ("forward", "backward")
 
     def of_dtype(self, dtype: torch.dtype) -> KernelSpec:

@@ -22,6 +22,12 @@ def test_padded(dim: int, expected: int) -> None:
     assert padded(dim) == expected
 
 
+@pytest.mark.parametrize("name", ["q_dtype", "k_dtype", "v_dtype"])
+def test_float8_has_no_backward(name: str) -> None:
+    assert SPEC.directions == ("forward", "backward")
+    assert replace(SPEC, **{name: torch.float8_e4m3fn}).directions == ("forward",)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("block", [None, (16, 16), (48, 128), (64, 64), (128, 128), (1024, 256)], ids=str)
 def test_tiles_divide_the_blocks_of_the_mask(kernel: KernelName, block: tuple[int, int] | None) -> None:
