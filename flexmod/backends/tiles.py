@@ -182,8 +182,9 @@ def steps_of_table(
 ) -> Iterator[tuple[slice, tuple[slice, ...], bool, Tensor]]:
     """Yields steps of one [Qb, KVb] tile table, rows ascending, without rows that attend to nothing.
 
-    A step is its rows, columns and `causal`, see `steps.Step`, and the kinds of its tiles, int8 [q tiles, kv
-    tiles], none if it is causal.
+    A step is its rows, columns and `causal`, see `steps.Step`. The kinds of its tiles follow, int8 [q tiles,
+    kv tiles], none if it is causal.
+
     `is_causal(q tiles, first kv tile)` says whether the mask_mod is causal in the tiles from there along the
     diagonal.
     """

@@ -387,7 +387,7 @@ def present_tiles(storage: TileStorage, traced: Traced, layout: MaskLayout, outs
         return storage
     # before the search for tiles, so that a write during it counts
     known, sources = sources_of(runs.spans), source_states(traced.tensors)
-    # torch counts no writes to tensors of inference mode; those of a mask in the graph have none since then
+    # torch counts no writes to tensors of inference mode; for a mask made in the graph there were none
     uncounted = outside and any(tensor.is_inference() for tensor in traced.tensors)
     if known == sources and not uncounted:
         return storage

@@ -69,10 +69,15 @@ def _has_kinds(mask: MaskSnapshot | None) -> bool:
 class PreparedCall:
     """A checked call without its tensors and its mask; it runs all calls that differ only in tensor values.
 
-    `whole` puts tensors and mask into the problem. `track`: autograd records the call. `host_numbers`: a mod
-    captures a number on the host, see `ir/evaluate.py`. `own`: the mask from the score mod's -inf branches.
-    `places`: where the score mod's captured tensors stand among the tensors of the fingerprint, or among an
-    operation's tensors. `autocast`: autocast is enabled. `results`: the layouts of an operation's results.
+    `whole` puts tensors and mask into the problem. Some fields:
+
+        track         autograd records the call
+        host_numbers  a mod captures a number on the host, see `ir/evaluate.py`
+        own           the mask from the score mod's -inf branches
+        places        where the score mod's captured tensors stand among the tensors of the fingerprint, or
+                      of an operation
+        autocast      autocast is enabled
+        results       the layouts of an operation's results
     """
 
     problem: Problem

@@ -379,7 +379,7 @@ def _gradient(
         kept: tuple[Any, ...] = tuple(tensor for tensor in (first, second) if tensor.numel())
         of_mod = (needs[3 + place] and used for place, used in zip(call.places, call.used, strict=True))
         captured = [given.captured[place] for place in call.places]
-        if not kept and call.backend in autograd.GENERATED:  # no tensor required a gradient in the trace
+        if not kept and call.backend in checks.GENERATED:  # no tensor required a gradient in the trace
             kept = call.forward(mask, (query, key, value, *captured))[3:]
         found = call.backward(
             mask, (*needs[:3], *of_mod), len(kept),

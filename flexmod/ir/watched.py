@@ -29,8 +29,10 @@ class Watched:
     It detects writes that torch counts (`tensor.fill_()`, a step of most optimizers) and replaced tensors
     (`tensor.data = other`, `torch.utils.swap_tensors`, `module.to()`). It does not detect writes that torch
     does not count: through `tensor.data` or `tensor.detach().numpy()`, by an optimizer with `fused=True`, by
-    a custom kernel, into a storage. torch counts no writes to inference-mode tensors: they always count as
-    changed. So do tensors without a kind (`tensor_key`), unless `strict` is False.
+    a custom kernel, into a storage.
+
+    Tensors of inference mode always count as changed, since torch counts no writes to them. So do tensors
+    without a kind (`tensor_key`), unless `strict` is False.
 
     It keeps the tensors' memory alive, so that no other tensor gets their addresses.
     """

@@ -16,7 +16,7 @@ assembler serialized instructions.
 
 The chips need not be present. The folder gets forward and backward kernels for dense tensors [B, H, M, D]
 whose head dimension is a multiple of 16, and forward kernels of calls without gradients. It lacks kernels
-that build block masks, separate kernels for gradients of captured tensors, and those of short calls and of
+that build block masks, separate kernels for gradients of captured tensors, and kernels for short calls and
 few queries. To add these, run the model on such a chip with TRITON_CACHE_DIR set to the folder's part
 `compiled`. Each host builds Triton's launchers in C itself.
 
