@@ -22,7 +22,8 @@ from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen.variant import Variant, variant
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced, trace
-from flexmod.runtime import gluon, launch, offline
+from flexmod.runtime import launch, offline
+from flexmod.runtime.private_triton import canonicalize_dtype
 from flexmod.runtime.target import named
 from flexmod.tools.ahead import GIVES_WAY, Built, Job, jobs
 
@@ -198,7 +199,7 @@ def _builder_kernel(module: ModuleType, name: str, arguments: dict[str, Any], ta
     fixed = {p.name for p in kernel.params if p.is_constexpr}
     constants = {n: v for n, v in arguments.items() if n in fixed or v is None}
     signature = {
-        n: f"*{gluon.type_of(v.dtype)}" if isinstance(v, torch.Tensor) else "i32"
+        n: f"*{canonicalize_dtype(v.dtype)}" if isinstance(v, torch.Tensor) else "i32"
         for n, v in arguments.items()
         if n not in constants
     }
