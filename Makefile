@@ -1,5 +1,5 @@
 # make demo   environment, install, the comparison with SDPA on three masks, on a GPU if there is one
-# make test   environment, install, ruff, mypy, pytest without the long tests: six minutes on two cores
+# make test   environment, install, ruff, mypy, pytest without the long tests: seven minutes on two cores
 # make test-all  make test, then the long tests, make ends and make package
 # make package   the source distribution and the wheel in dist, checked
 # make fuzz   environment, install, random programs beside float64, ten minutes on each backend that runs here
