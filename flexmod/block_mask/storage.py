@@ -205,7 +205,8 @@ class TileStorage:
     def list(self, name: str) -> Tensor | None:
         """One of the eight lists; see BlockMask."""
         if name not in self._lists:
-            self.wait()
+            if not torch.compiler.is_compiling():
+                self.wait()
             new = self._made(name)
             if new is not None and new.is_inference():
                 with torch.inference_mode(False):
