@@ -36,7 +36,7 @@ from flexmod.ir.trace import Traced, trace
 from flexmod.ir.watched import computed_from, source_states, sources_of
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.locks import lazy_imports
-from flexmod.runtime.private_torch import outside_of_graphs, outside_transforms
+from flexmod.runtime.private_torch import any_uncounted, outside_of_graphs, outside_transforms
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
@@ -387,14 +387,14 @@ def present_tiles(storage: TileStorage, traced: Traced, layout: MaskLayout, outs
         return storage
     # before the search for tiles, so that a write during it counts
     known, sources = sources_of(runs.spans), source_states(traced.tensors)
-    # torch counts no writes to tensors of inference mode; for a mask made in the graph there were none
-    uncounted = outside and any(tensor.is_inference() for tensor in traced.tensors)
-    if known == sources and not uncounted:
-        return storage
     memory = runs.spans.untyped_storage()
-    last = _found_again.get(memory)
-    if last is not None and last[:3] == (sources, traced.graph, layout) and not uncounted:
-        return last[3]
+    # since a mask was made in the graph there were no writes, counted or not
+    if not (outside and any_uncounted(traced.tensors)):
+        if known == sources:
+            return storage
+        last = _found_again.get(memory)
+        if last is not None and last[:3] == (sources, traced.graph, layout):
+            return last[3]
     found = find_tiles(traced, layout)
     found.found_from(sources)
     if outside and (known is not None or layout.device.type == "cpu"):

@@ -43,6 +43,7 @@ from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import Watched, source_states
+from flexmod.runtime.private_torch import any_uncounted
 from flexmod.runtime.tensor_kinds import has_no_values
 
 AnyMask = TypeVar("AnyMask", bound="MaskData")
@@ -240,7 +241,7 @@ class MaskData:
         check_lengths(lengths, lists["kv_indices"], lists["q_indices"], block)
         padded = check_values(lists, lengths, block)
         # a write that torch does not count may list a full tile at the end
-        uncounted = any(part.is_inference() for part in self._storage.tensors())
+        uncounted = any_uncounted(self._storage.tensors())
         ragged = any(length % size for length, size in zip(lengths, block, strict=True))
         self.full_tiles_padded = padded or uncounted and ragged
         self._seen = now

@@ -29,7 +29,7 @@ from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import SourceStates, computed_from
-from flexmod.runtime.private_torch import UNCOUNTED, current_stream, version_of
+from flexmod.runtime.private_torch import UNCOUNTED, any_uncounted, current_stream, version_of
 from flexmod.runtime.tensor_kinds import has_no_values
 
 Axis = Literal["kv", "q"]
@@ -387,7 +387,7 @@ class MaskSnapshot:
     @cached_property
     def in_inference_mode(self) -> bool:
         """Was a writable tensor made in inference mode? torch does not count writes to it."""
-        return any(tensor.is_inference() for tensor in self.writable)
+        return any_uncounted(self.writable)
 
     @cached_property
     def structure(self) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, wraps
 from types import ModuleType
@@ -242,6 +242,11 @@ def assume_constant(function: Function) -> Function:
     """torch.compiler.assume_constant_result, without the import of TorchDynamo, which takes a second."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def any_uncounted(tensors: Iterable[Tensor]) -> bool:
+    """Is one of the tensors of inference mode? torch counts no writes to it."""
+    return any(tensor.is_inference() for tensor in tensors)
 
 
 def has_symbols(*tensors: Tensor) -> bool:
