@@ -102,15 +102,13 @@ def jobs(variant: Variant, target: str, every: bool = False) -> list[Job]:
     calls, found = [VariantCall(variant)], []
     if every and calls[0].keep:
         calls.append(VariantCall(variant, keep=False))
-    for call in calls:
-        for direction in call.directions:
-            kernels = kernels_on(variant, direction, target)
-            launches = call.plan(direction, kernels).launches()
-            for name, step in {step.kernel: step for step in launches}.items():
-                source: Any = step.source
-                if every or step.rung is not None:
-                    work = partial(first_tile, call, kernels, name, target)
-                    found.append(Job(target, call.label(name), source.family, source, work))
+    for call, direction in [(one, direction) for one in calls for direction in one.directions]:
+        kernels = kernels_on(variant, direction, target)
+        for name, step in {step.kernel: step for step in call.plan(direction, kernels).launches()}.items():
+            source: Any = step.source
+            if every or step.rung is not None:
+                work = partial(first_tile, call, kernels, name, target)
+                found.append(Job(target, name + call.suffix, source.family, source, work))
     return found
 
 
@@ -171,7 +169,7 @@ def first_tile(call: VariantCall, kernels: Made, name: str, target: str) -> Buil
     step = call.plan(direction, kernels).launches(name)[0]
     source: Any = step.source
     if step.rung is None:  # no tile to choose
-        return Built(call.label(name), source.family, None, compiled(call, kernels, name, target))
+        return Built(name + call.suffix, source.family, None, compiled(call, kernels, name, target))
     reports: dict[Any, Report] = {}
 
     def judge(rung: Any) -> Verdict:
@@ -184,7 +182,7 @@ def first_tile(call: VariantCall, kernels: Made, name: str, target: str) -> Buil
 
     chosen = choose(source.ladder(name), judge, source.limits)
     rung, problem = _outcome(chosen, reports)
-    return Built(call.label(name), source.family, rung, reports.get(rung), problem)
+    return Built(name + call.suffix, source.family, rung, reports.get(rung), problem)
 
 
 def _outcome(chosen: Chosen[Any], reports: Mapping[Any, Report]) -> tuple[Any, str]:
@@ -253,13 +251,15 @@ def _unwritable(path: Path, problem: str) -> WarmFolderError:
 class VariantCall:
     """A call of a variant on dense tensors without memory. Its plans have names for sizes.
 
-    `keep`: the forward keeps tensors for a backward, if the variant has one.
+    `keep`: the forward keeps tensors for a backward, if the variant has one. `suffix` ends the names of
+    kernels in reports, if it could and does not.
     """
 
     def __init__(self, made: Variant, keep: bool = True) -> None:
         spec = made.spec
         self._made = made
-        self.keep = keep and "backward" in spec.directions
+        trains = "backward" in spec.directions
+        self.keep, self.suffix = keep and trains, ", no grad" if trains and not keep else ""
         self.directions: tuple[Direction, ...] = spec.directions if self.keep else ("forward",)
         query, key = (_empty(dtype, spec.head_dim) for dtype in (spec.q_dtype, spec.k_dtype))
         self._qkv = query, key, _empty(spec.v_dtype, spec.value_dim)
@@ -296,11 +296,6 @@ class VariantCall:
             variant, self.call, tensors, keep=self.keep, kept=2, captured=captured
         )
         return call.plan(family, families.FirstRungs(made, rungs))
-
-    def label(self, kernel: str) -> str:
-        """Returns what reports call a kernel."""
-        trains = self.keep or "backward" not in self._made.spec.directions
-        return kernel if trains else f"{kernel}, no grad"
 
     def arguments(self, plan: Plan, step: Launch) -> dict[str, Any]:
         """Returns the arguments of a launch of the plan, as a compiler sees them."""
