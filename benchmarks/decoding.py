@@ -143,12 +143,12 @@ def calls(row: Row, faults: dict[str, str]) -> tuple[dict[str, Callable[[], Any]
     """The calls of each peer that has the row, compiled, and their errors. `faults` gets flex's failure."""
     query, key, value = tensors(row)
     of_row = row.mods(row)
-    mask = _mask(flexmod.create_block_mask, flexmod.BlockMask, row, of_row)
+    mask = _mask(flexmod, row, of_row)
     given = partial(_call, query, key, value, of_row.score_mod)
     found = {"flexmod": given(mask, flexmod.flex_attention)}
-    compiled, create = compiled_flex()
+    compiled, _ = compiled_flex()
     with noted(faults, "flex"):
-        flex = given(_mask(create, torch_flex.BlockMask, row, of_row), compiled)
+        flex = given(_mask(torch_flex, row, of_row), compiled)
         flex()
         found["flex"] = flex
     if of_row == Mods() and not row.float8 and not row.page:
@@ -167,13 +167,14 @@ def _call(
     return partial(attend, query, key, value, score_mod, mask, enable_gqa=True)
 
 
-def _mask(create: Callable[..., Any], block_mask: Any, row: Row, of_row: Mods) -> Any:
+def _mask(library: Any, row: Row, of_row: Mods) -> Any:
+    """The mask of flexmod, or of torch's module."""
     if row.page:
-        return paged_mask(row, block_mask)
+        return paged_mask(row, library.BlockMask)
     if of_row.mask_mod is None:
         return None
     batch = row.batch if row.by_entry else None
-    return create(of_row.mask_mod, batch, None, row.queries, row.keys, device="cuda")
+    return library.create_block_mask(of_row.mask_mod, batch, None, row.queries, row.keys, device="cuda")
 
 
 def line(row: Row, rounds: int) -> list[str]:
