@@ -40,6 +40,16 @@ def learned_mods(
         "buckets of distances": Learned(
             lambda t: lambda s, b, h, q, k: s + t[buckets[q - k + columns - 1], h], [(12, heads)]
         ),
+        "buckets computed for each pair": Learned(
+            lambda t: lambda s, b, h, q, k: s + t[(q - k).abs().float().log1p().int(), h], [(12, heads)]
+        ),
+        "logarithms of distances": Learned(
+            lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).abs().float().log1p(), [(heads,)]
+        ),
+        "cosines of distances": Learned(
+            lambda t: lambda s, b, h, q, k: s * torch.cos((q - k) * 0.3) + t[b] * torch.sin((k - q) / 7),
+            [(batch,)],
+        ),
         "clamped distances": Learned(
             lambda t: lambda s, b, h, q, k: s * t[b, (q - k).clamp(-5, 5) + 5], [(batch, 11)]
         ),

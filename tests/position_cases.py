@@ -59,6 +59,10 @@ def cases(
         "learned distances": Case(
             lambda s, b, h, q, k: s + distances[h, q - k + length - 1], masks.sliding_window(70), [distances]
         ),
+        "learned buckets": Case(
+            lambda s, b, h, q, k: s + distances[h, torch.log1p((q - k).abs() / 3).int()], causal, [distances]
+        ),
+        "cosines": Case(lambda s, b, h, q, k: s * torch.cos((q - k) * 0.1) + slopes[h], causal, [slopes]),
         "learned slopes": Case(lambda s, b, h, q, k: s + slopes[h] * (k - q), causal, [slopes]),
     }
 

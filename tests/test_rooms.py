@@ -46,7 +46,7 @@ block_mask.format
 codegen.spec codegen.kernels
 runtime.gluon codegen.device_functions
 codegen.expressions
-codegen.triton_text codegen.term_text codegen.builder_text
+codegen.triton_text codegen.term_text codegen.builder_text codegen.by_distance
 codegen.render
 codegen.compiled_kernels codegen.cache
 codegen.hopper

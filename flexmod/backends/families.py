@@ -28,6 +28,7 @@ from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.triton import Found, PortableFamily, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen import compiled_kernels
+from flexmod.codegen.by_distance import with_tables
 from flexmod.codegen.compiler import compile_mod
 from flexmod.codegen.device_functions import Family as Chips
 from flexmod.codegen.kernels import IndexWatch, Kernels, Made
@@ -335,6 +336,9 @@ class PlannedCall:
             watch = IndexWatch(writer, call.extents[2:], call.q)  # type: ignore[arg-type]
             score, mask = (x._replace(watch=watch) for x in (call.score_captured, call.mask_captured))
             call = replace(call, score_captured=score, mask_captured=mask)
+        given = call
+        tables = with_tables(writer, made.portable, call.score_captured, call.extents)
+        call = replace(call, score_captured=tables)
         results: Places
         if self.direction == "forward":
             results = family.forward(writer, made, call, rungs, want_max=self.want_max, keep=self.keep)
@@ -344,7 +348,7 @@ class PlannedCall:
             found = family.backward(writer, made, call, *of_call)
             results = (*found[:3], *(place for sums in found.sums.values() for place in sums))
             if self.captured and variant.learned:
-                learned = write_gradients(writer, call, found.sums, variant, family.reduce_in_backward)
+                learned = write_gradients(writer, given, found.sums, variant, family.reduce_in_backward)
                 results = (*found[:3], *learned)
         if watch is not None:
             watch.raise_if_out_of_bounds()

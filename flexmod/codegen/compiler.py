@@ -32,18 +32,25 @@ from functools import cache, cached_property, lru_cache
 from types import ModuleType
 from typing import Any, TypeVar
 
+from flexmod.codegen import by_distance, device_functions
 from flexmod.codegen import cache as modules
-from flexmod.codegen import device_functions
 from flexmod.codegen.builder_text import Builder, BuilderKernels, write_bounds, write_term
 from flexmod.codegen.device_functions import Family
-from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
+from flexmod.codegen.kernels import NO_CAPTURES, ByDistance, CaptureTexts, Kernels, ModText
 from flexmod.codegen.render import render, render_builder
 from flexmod.codegen.spec import FLOAT8, KernelSpec
 from flexmod.codegen.term_text import write_exponent, write_terms
 from flexmod.codegen.triton_text import write
 from flexmod.ir import intervals
 from flexmod.ir.bounds import UNKNOWN
-from flexmod.ir.derivative import CaptureGrad, GradientTerm, differentiate, differentiate_captures, terms_of
+from flexmod.ir.derivative import (
+    LARGEST_ON_LINE,
+    CaptureGrad,
+    GradientTerm,
+    differentiate,
+    differentiate_captures,
+    terms_of,
+)
 from flexmod.ir.exponents import choose_tanhs, score_bounds
 from flexmod.ir.graph import POSITIONS, Graph, Structure
 from flexmod.ir.integers import as_ranges, needs_int64
@@ -55,6 +62,7 @@ Numbers = tuple[bool | int | float, ...]
 T = TypeVar("T")
 # How many graphs' stages and how many kernels stay in caches. A dropped kernel is loaded again from its text.
 GRAPHS, KERNELS = 1024, modules.KEPT
+LARGEST = 2**31  # above all positions
 
 
 @dataclass(frozen=True)
@@ -62,12 +70,14 @@ class Lowered:
     """A mod after the graph stages.
 
     `graph` is None for a score_mod that does not change the score. `split` is the mask of a score_mod's -inf
-    branches. `checked`: kernels check each index into a captured tensor.
+    branches. `checked`: kernels check each index into a captured tensor. q_idx and kv_idx are less than
+    `largest`.
     """
 
     graph: Graph | None
     split: Graph | None
     checked: bool = False
+    largest: int = LARGEST
 
     @cached_property
     def grad(self) -> Graph | None:
@@ -116,7 +126,8 @@ def lower(
     """Runs a traced graph through the graph stages. `numbers`: values or ranges of its parameters."""
     whole = fitted(own_graph(graph), extents, numbers)
     exact = {place: number for place, number in numbers if not isinstance(number, tuple)}
-    return _lower(choose_tanhs(whole, exact) if graph.kind == "score" else whole, split, checked)
+    largest = LARGEST_ON_LINE if max(extents) <= LARGEST_ON_LINE else LARGEST
+    return _lower(choose_tanhs(whole, exact) if graph.kind == "score" else whole, split, checked, largest)
 
 
 def own_graph(graph: Graph) -> Graph:
@@ -129,14 +140,34 @@ def own_graph(graph: Graph) -> Graph:
 
 
 @lru_cache(GRAPHS)
-def _lower(graph: Graph, split: bool, checked: bool) -> Lowered:
+def _lower(graph: Graph, split: bool, checked: bool, largest: int) -> Lowered:
     show("traced", graph)
     graph = stage("optimize", lambda: optimize(graph))
     show("optimized", graph)
     if split:
-        return Lowered(*split_mask(graph), checked)
+        return Lowered(*split_mask(graph), checked, largest)
     unchanged = graph.kind == "score" and graph.result.op == "input"
-    return Lowered(None if unchanged else graph, None, checked)
+    return Lowered(None if unchanged else graph, None, checked, largest)
+
+
+@lru_cache(GRAPHS)
+def _by_distance(
+    score: Lowered, grad_captures: tuple[int, ...], backward: bool
+) -> tuple[Lowered, Lowered, ByDistance | None]:
+    """Splits off what a score_mod makes of distances alone, and writes it.
+
+    Returns the score_mod that loads these values, the one to differentiate, and the text.
+    """
+    assert score.graph is not None
+    graph, functions, derived = by_distance.split(
+        score.graph, score.largest, grad_captures, backward=backward
+    )
+    if functions is None:
+        return score, score, None
+    show("by distance", graph)
+    text = stage("write", lambda: by_distance.write(as_ranges(functions)))
+    loading = replace(score, graph=graph)
+    return loading, loading if derived is graph else score, text
 
 
 @lru_cache(GRAPHS)
@@ -323,22 +354,25 @@ def kernels_for(
     `grad_captures`: the score_mod's captures that get gradients. `reduce_in_backward`: a family's backward
     kernel makes their sums. `family`: chips whose instructions the portable kernels may use.
     """
+    derived, of_distances = score, None
+    if score and score.graph and not (score.checked or spec.short or spec.decoding):
+        score, derived, of_distances = _by_distance(score, grad_captures, spec.backward)
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
-    grad_text = score.grad_text if score and spec.backward else None
+    grad_text = derived.grad_text if derived and spec.backward else None
     family_score = None
     if score and not spec.backward:
         family_score = score.exponent_text(spec.positive_scale, spec.v_dtype in FLOAT8, spec.pair_tile)
     elif score:
         family_score = score.text_with_tile(spec.pair_tile)
     captures = NO_CAPTURES
-    if grad_captures and score and score.graph:
-        captures = capture_texts(score.graph, grad_captures, reduce_in_backward, score.checked)
+    if grad_captures and derived and derived.graph:
+        captures = capture_texts(derived.graph, grad_captures, reduce_in_backward, derived.checked)
     # another family's dK/dV kernel replaces the portable one, and makes these sums
     portable = replace(captures, column=None, added=None) if reduce_in_backward else captures
     return Kernels(
-        spec, lambda s: build(s, score_text, mask_text, grad_text, portable, family),
-        score_text, mask_text, grad_text, dict(options), interpreted, captures, family_score,
+        spec, lambda s: build(s, score_text, mask_text, grad_text, portable, family, of_distances),
+        score_text, mask_text, grad_text, dict(options), interpreted, captures, family_score, of_distances,
     )  # fmt: skip
 
 
@@ -349,9 +383,10 @@ def build(
     grad: ModText | None,
     captures: CaptureTexts = NO_CAPTURES,
     family: Family = "",
+    distances: ByDistance | None = None,
 ) -> ModuleType:
     """Renders and loads a module of kernels."""
-    text = stage("render", lambda: render(spec, score, mask, grad, captures, target=family))
+    text = stage("render", lambda: render(spec, score, mask, grad, captures, distances, target=family))
     name = "_".join(["attention", *(["score"] if score else []), *(["mask"] if mask else [])])
     module = stage("load", lambda: modules.load(text, name))
     if config.debug_level() >= 3:

@@ -215,6 +215,18 @@ class CaptureTexts:
 NO_CAPTURES = CaptureTexts()
 
 
+@dataclass(frozen=True)
+class ByDistance:
+    """Values of a score_mod for each distance, see `codegen/by_distance.py`.
+
+    `text` returns them, in these `dtypes`; `reads` has which of b and h they depend on.
+    """
+
+    text: ModText
+    dtypes: tuple[torch.dtype, ...]
+    reads: tuple[str, ...]
+
+
 class IndexWatch:
     """The checks of one plan's kernels, for `lengths` (queries, keys), on the device of the place `on`."""
 
@@ -287,13 +299,16 @@ NOTHING = Captured()
 class Made(Source, Protocol):
     """The kernels of a family for one direction of a variant, as launches and the choice of tiles use them.
 
-    `rungs`: the classes of its tiles, dataclasses of plain numbers. `tiles`: each kernel's chosen rung on
-    each device, or why there is none; the launcher fills it.
+    `portable`: the portable kernels of the same mods. `rungs`: the classes of its tiles, dataclasses of plain
+    numbers. `tiles`: each kernel's chosen rung on each device, or why there is none; the launcher fills it.
     """
 
     family: ClassVar[str]
     limits: ClassVar[Limits]
     rungs: ClassVar[tuple[type, ...]]
+
+    @property
+    def portable(self) -> Kernels: ...
 
     @property
     def spec(self) -> KernelSpec: ...
@@ -314,6 +329,7 @@ class Kernels:
         captures        the derivatives that also compute gradients of captured tensors
         family_score    `score` for other families: a forward's as the exponent of its weights, see
                         `ir/exponents.py`; with the tile of a capture, see `variant.pair_tile`
+        by_distance     what a kernel computes for each distance ahead of the others, for `score`
         options         validated kernel_options
 
     `interpreted`: Triton's interpreter runs the kernels on CPU tensors. `tiles`: see `Made`.
@@ -328,12 +344,17 @@ class Kernels:
     interpreted: bool = False
     captures: CaptureTexts = NO_CAPTURES
     family_score: ModText | None = None
+    by_distance: ByDistance | None = None
     tiles: dict[tuple[str, torch.device], Any] = field(default_factory=dict, init=False)
     _ladders: dict[KernelName, tuple[Tile, ...]] = field(default_factory=dict, init=False)
 
     family: ClassVar[str] = "portable"
     limits: ClassVar[Limits] = Limits(passing=64)
     rungs: ClassVar[tuple[type, ...]] = (Tile,)
+
+    @property
+    def portable(self) -> Kernels:
+        return self
 
     @cached_property
     def module(self) -> ModuleType:

@@ -18,7 +18,7 @@ from flexmod.codegen import device_functions
 from flexmod.codegen.builder_text import BoundsText, BuilderTerm
 from flexmod.codegen.device_functions import called
 from flexmod.codegen.expressions import TRITON_DTYPES, filled
-from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, ModText, Parameter
+from flexmod.codegen.kernels import NO_CAPTURES, ByDistance, CaptureTexts, ModText, Parameter
 from flexmod.codegen.spec import LARGEST_EXACT, KernelSpec, min_fixed_max
 from flexmod.runtime.locks import lazy_imports
 
@@ -42,6 +42,7 @@ def render(
     mask: ModText | None = None,
     grad: ModText | None = None,
     captures: CaptureTexts = NO_CAPTURES,
+    distances: ByDistance | None = None,
     template: str = "module.jinja",
     target: str = "",
     **facts: object,
@@ -50,9 +51,9 @@ def render(
     (`statistics_kernel` or, for an exact spec, `delta_kernel`; `dq_kernel`, `dkdv_kernel`).
 
     A backward with a score_mod needs `grad`, its derivative. `captures` are derivatives that also compute
-    gradients of captured tensors; they may add a `diagonal_kernel` and a `scatter_kernel`. The module
-    contains the device functions that the mods call, see `device_functions.used_by`. `facts` are further
-    variables of a template.
+    gradients of captured tensors; they may add a `diagonal_kernel` and a `scatter_kernel`. `distances` adds
+    a `distance_kernel`. The module contains the device functions that the mods call, see
+    `device_functions.used_by`. `facts` are further variables of a template.
     """
     if not spec.backward:
         grad, captures = None, NO_CAPTURES
@@ -60,7 +61,8 @@ def render(
         raise ValueError("a backward takes a score_mod's text and its derivative's, or neither")
     grads = captures.by_kernel(grad)
     terms = {kernel: text.terms if text else () for kernel, text in grads.items()}
-    texts = (score, score.as_written if score else None, *dict.fromkeys(grads.values()), mask)
+    ahead = distances.text if distances else None
+    texts = (ahead, score, score.as_written if score else None, *dict.fromkeys(grads.values()), mask)
     mods = [mod.text for mod in texts if mod]
     return _finished(
         _environment()
@@ -71,6 +73,7 @@ def render(
             mask=mask,
             grad=grad,
             grads=grads,
+            distances=distances,
             terms_of=lambda kernel: terms.get(kernel, ()),
             texts=_with_prelude(*mods, single=spec.exact, target=target),
             head=facts.pop("head", None) or head_lines(spec, score, mask),

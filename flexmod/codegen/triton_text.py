@@ -286,7 +286,8 @@ class TritonWriter:
         number: int = node.value  # type: ignore[assignment]
         capture = self.captures[number]
         spec = self.graph.captures[number]
-        about = f"{dtype_name(spec.dtype)}, rank {spec.rank}, captured by {self.owner}"
+        about = f"{dtype_name(spec.dtype)}, "
+        about += "by distance" if spec.by_distance else f"rank {spec.rank}, captured by {self.owner}"
         if self._in_tile(node):
             at = tuple(map(str, map(text_of_place, node.args[:-2])))
             about += ": a descriptor"
@@ -327,6 +328,8 @@ class TritonWriter:
         number: int = node.value  # type: ignore[assignment]
         capture, index = self.captures[number], node.args[dim]
         value = self.value(function, index)
+        if self.graph.captures[number].by_distance:  # has an element for each index
+            return group(value), []
         if strong(index.dtype).itemsize < 4:
             value = cast(value, strong(index.dtype), torch.int32)
         low, high = self.known[index]

@@ -145,7 +145,15 @@ def is_diagonal(graph: Graph) -> bool:
 
     q_idx and kv_idx are less than LARGEST_ON_LINE.
     """
-    return all(map(_Modular(graph, LARGEST_ON_LINE, floats=True).is_diagonal, graph.results))
+    return all(map(diagonal_forms(graph, LARGEST_ON_LINE).is_diagonal, graph.results))
+
+
+def diagonal_forms(graph: Graph, largest: int) -> Forms:
+    """The forms of a graph's nodes, whose `is_diagonal` also sees wrapped differences and exact floats.
+
+    q_idx and kv_idx are less than `largest`.
+    """
+    return _Modular(graph, largest, floats=True)
 
 
 def _along(indices: tuple[Node, ...], forms: Forms, uniform: Uniform) -> Along:

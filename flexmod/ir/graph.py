@@ -101,6 +101,7 @@ class Capture:
     dtype: torch.dtype
     rank: int
     wide: bool = False  # does it reach beyond 2**31 elements, so that offsets need 64 bits?
+    by_distance: bool = False  # made by the kernels themselves, see `codegen/by_distance.py`
 
 
 class ExpectedSize(NamedTuple):

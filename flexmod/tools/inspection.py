@@ -116,7 +116,8 @@ def explain(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size
     )
     kernels = made.kernels(made.spec.directions[-1])
-    source = render(kernels.spec, kernels.score, kernels.mask, kernels.grad, kernels.captures)
+    texts = kernels.score, kernels.mask, kernels.grad, kernels.captures, kernels.by_distance
+    source = render(kernels.spec, *texts)
     graphs = tuple(graphs_of(made).values())
     with lazy_imports():
         from flexmod.tools.ahead import by_family

@@ -207,9 +207,9 @@ class File:
         results = ["grad_q", "grad_k", "grad_v", "None", *(["None"] if mask.graph else [])]
         results += [f"grad_{n}.to({n}.dtype)" if n in places else "None" for n in score_names]
         return render(
-            spec, kernels.score, kernels.mask, kernels.grad, self.captures, "standalone.jinja",
+            spec, kernels.score, kernels.mask, kernels.grad, self.captures, template="standalone.jinja",
             head=self.head(),
-            shared=lambda name: inspect.getsource(getattr(standalone_functions, name)),
+            shared=_shared,
             quotes=self.quoted,
             usual_scale=self.scale,
             of_score=score.graph and write_torch(score.graph, "score_mod_in_torch", score.names),
@@ -372,6 +372,11 @@ class FileMod(NamedTuple):
             name, dtype = self.names[number], self.tensors[number].dtype
             found.append(f"check_captured({', '.join([repr(name), name, str(dtype), *least])})")
         return found
+
+
+def _shared(*names: str) -> str:
+    """Returns the texts of functions and classes of `standalone_functions`."""
+    return "\n\n".join(inspect.getsource(vars(standalone_functions)[name]) for name in names)
 
 
 def names_of(

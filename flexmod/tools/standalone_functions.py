@@ -3,6 +3,7 @@
 It needs torch and triton alone. Shapes: rows and columns of a mask's blocks; B, HQ, M and N of a call.
 """
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,6 @@ class BuiltMask(NamedTuple):
     by_column: Blocks  # blocks of queries, for each block of keys
     captured: tuple  # tensors that the mask reads
     writes: list  # how often each was written to before
-
 
 
 def kinds_of_blocks(keeps, sizes, q_block, kv_block, device):
@@ -72,6 +72,17 @@ def listed(partial, full):
     return Blocks(*lists)
 
 
+def check_mask(mask, q, k, writes):
+    """Refuses a mask for other sizes, and one whose tensors had other numbers of `writes`."""
+    told_apart = mask.by_row.indices.shape[:2]
+    if mask.lengths != (q.shape[2], k.shape[2]) or any(
+        size not in (1, whole) for size, whole in zip(told_apart, q.shape[:2], strict=True)
+    ):
+        raise ValueError("the mask was built for another B, HQ, M or N")
+    if writes != mask.writes:
+        raise ValueError("a tensor that the mask captures was written to: build the mask again")
+
+
 def check_captured(name, tensor, dtype, *least):
     """Refuses a captured tensor that the kernels would read wrongly. `least` has the sizes that they read."""
     if tensor.dtype != dtype or tensor.dim() != len(least):
@@ -106,6 +117,20 @@ def add_at(grad, sums, along, index, *captured):
     places = index(b[:, None, None], h[:, None], *positions, *captured)
     places = places if isinstance(places, tuple) else (places,)
     grad.index_put_(tuple(place.expand(sums.shape) for place in places), sums, accumulate=True)
+
+
+def random_operands(sizes, dtype, device):
+    """q, k, v and the gradient of the output; `sizes` are B, HQ, HKV, M, N, and the two head dimensions."""
+    batch, heads, shared_heads, queries, keys, head_dim, value_dim = sizes
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # a chip does not warn of an overflow either
+    torch.manual_seed(0)
+    shapes = (
+        (batch, heads, queries, head_dim),
+        (batch, shared_heads, keys, head_dim),
+        (batch, shared_heads, keys, value_dim),
+        (batch, heads, queries, value_dim),
+    )
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
 
 
 def compare(names, results, truths, limit):

@@ -119,6 +119,13 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
         near = (q_idx - kv_idx).clamp(-128, 128) + 128
         return score * (1.5 + by_row[q_idx].sin()) + by_column[kv_idx] + table[h, near]
 
+    def buckets(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        far = (torch.log1p((q_idx - kv_idx).abs().float()) / math.log(2) * 8).int()
+        return score + table[h, far] + torch.where(torch.sin(kv_idx - q_idx) > 0, ends[b] * 0.01, 0.0)
+
+    def cosines(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score * torch.cos((q_idx - kv_idx) * 0.1) + by_column[kv_idx]
+
     def risky(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         """No finite number for what lies past the lengths."""
         return score * torch.log2(1.0 + (rows - 1 - q_idx)) + torch.sqrt(1.0 * (columns - 1 - kv_idx))
@@ -163,6 +170,8 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
         "two ways": (two_ways, causal, False),
         "near ones": (near_ones, window, False),
         "loads": (loads, causal, False),
+        "buckets": (buckets, causal, False),
+        "cosines": (cosines, None, False),
         "risky": (risky, None, False),
         "lowest": (lowest, None, False),
         "infinite": (infinite, causal, False),
@@ -219,6 +228,15 @@ CASES = [
     HopperCase("alibi", heads=(8, 1)),
     HopperCase("softcap", heads=(4, 2), batch=(3, 1), lengths=(500, 500)),
     HopperCase("loads", (64, 64), heads=(4, 2)),
+    # what is computed once for each distance
+    *(
+        HopperCase(name, (dim, dim), lengths, heads=(4, 2))
+        for name in ("buckets", "cosines")
+        for dim in (128, 64)
+        for lengths in ((777, 777), (1, 700), (300, 77), (129, 65))
+    ),
+    HopperCase("buckets", batch=(4, 1), layout="bshd", dtype="float16", grad_lse=True),
+    HopperCase("cosines", (192, 128), (500, 500), batch=(4, 4)),
     HopperCase("by head", batch=(4, 4)),
     HopperCase("by head", (64, 64), heads=(4, 2), batch=(4, 4)),
     # head dimensions

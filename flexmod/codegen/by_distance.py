@@ -1,0 +1,188 @@
+"""Computes what a score_mod makes of q_idx - kv_idx alone once for each distance, in a kernel of its own.
+
+T5's buckets, for example, take a logarithm and a division for each pair of positions, but have only M + N - 1
+different values for each head. `distance_kernel` computes them once a call; the other kernels load them like
+an element of a captured tensor, though without a check of the index:
+
+    table       [B or none, HQ or none, length], by kv_idx - q_idx; its b and h are what the values read
+    middle      the place of distance 0, where the other kernels' argument begins
+    pad         places beyond the distances of a call, for positions in the padding of tiles; they have the
+                value of the nearest distance
+
+The kernel evaluates the score_mod's own nodes, for distance d at kv_idx = max(d, 0) and q_idx = max(-d, 0).
+So bounds and integer widths of positions hold there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from flexmod.codegen.expressions import Function, expensive
+from flexmod.codegen.kernels import ByDistance, Captured, Kernels
+from flexmod.codegen.triton_text import TritonWriter
+from flexmod.ir.derivative import diagonal_forms, differentiate_captures, terms_of
+from flexmod.ir.graph import (
+    ELEMENT,
+    POSITIONS,
+    UNIFORM,
+    Capture,
+    Graph,
+    GraphBuilder,
+    Node,
+    arguments_first,
+    home_of,
+    rebuild,
+)
+from flexmod.runtime.plan import Extent, PlanWriter, cdiv, product
+
+# The largest side of a tile, and a multiple of which the sizes of tables are: pointers and strides keep their
+# alignment, for which Triton compiles.
+PAD, ALIGNED = 512, 16
+BLOCK = 256  # places that a program computes
+# Costs of operations, in loads; of those in no row here, by `expressions.expensive`.
+COSTS = {"load": 1, "exp": 1, "exp2": 1, "sin": 6, "cos": 6, "tan": 6}
+EXPENSIVE = 2
+# The least cost of a value that is worth one load, or two: a backward whose derivative reads it, too.
+ONCE, TWICE = 2, 4
+
+
+class Split(NamedTuple):
+    """A score_mod's `graph`, which loads the values of `functions`; None if no function is worth it.
+
+    It has one more capture for each result of `functions`. `derived` is the graph to differentiate.
+    """
+
+    graph: Graph
+    functions: Graph | None
+    derived: Graph
+
+
+def split(graph: Graph, largest: int, learned: Collection[int] = (), *, backward: bool = False) -> Split:
+    """Splits costly functions of the distance off. q_idx and kv_idx are less than `largest`.
+
+    In a backward, functions load from the captures `learned`, which get gradients, only if the derivative
+    computes nothing costly by itself. Then it does not need the functions' values either.
+    """
+    least: int = ONCE
+    fixed: Collection[int] = ()
+    if backward and _derivative_is_costly(graph, learned):
+        least, fixed = TWICE, learned
+    roots = [root for root in _roots(graph, largest, fixed) if _cost(arguments_first([root])) >= least]
+    if not roots:
+        return Split(graph, None, graph)
+    functions, rest = graph.of(roots), _loading(graph, roots)
+    reads_learned = any(node.op == "load" and node.value in learned for node in functions.nodes)
+    return Split(rest, functions, graph if reads_learned else rest)
+
+
+def _derivative_is_costly(graph: Graph, learned: Collection[int]) -> bool:
+    """Does a derivative compute costly values from positions alone?"""
+    found = differentiate_captures(graph, tuple(learned))
+    nodes = arguments_first([found.graph.result, *(term.gradient for term in terms_of(found))])
+    return _cost([node for node in nodes if node.home <= ELEMENT]) > 0
+
+
+def _roots(graph: Graph, largest: int, fixed: Collection[int]) -> list[Node]:
+    """Returns the nodes that read q_idx and kv_idx through their difference, and are no part of another.
+
+    They do not load from the captures `fixed`.
+    """
+    forms = diagonal_forms(graph, largest)
+    staying: set[Node] = set()
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "load" and node.value in fixed or any(a in staying for a in node.args):
+            staying.add(node)
+        elif home_of(node) == "element" and node.home <= ELEMENT and forms.is_diagonal(node):
+            found.add(node)
+    outside = {a for node in graph.nodes if node not in found for a in node.args} | {*graph.results}
+    return [n for n in graph.nodes if n in found and n in outside and isinstance(n.dtype, torch.dtype)]
+
+
+def _cost(nodes: Sequence[Node]) -> int:
+    costly = [node for node in nodes if home_of(node) == "element" and expensive(node)]
+    return sum(1 if _is_power(node) else COSTS.get(node.op, EXPENSIVE) for node in costly)
+
+
+def _is_power(node: Node) -> bool:
+    """Is it a power of a number, which takes as long as exp2?"""
+    return node.op == "pow" and node.args[0].is_const
+
+
+def _loading(graph: Graph, roots: Sequence[Node]) -> Graph:
+    """Returns the graph that loads the values of `roots`."""
+    reads = _reads(roots)
+    inputs = {str(node.value): node for node in graph.nodes if node.op == "input"}
+    numbers = {root: number for number, root in enumerate(roots, len(graph.captures))}
+
+    def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+        if node not in numbers:
+            return None
+        kv_idx, q_idx, *entry = (builder.keep(inputs[name], ()) for name in ("kv_idx", "q_idx", *reads))
+        distance = builder.node("sub", (kv_idx, q_idx), kv_idx.dtype, None, node.where)
+        return builder.node("load", (*entry, distance), node.dtype, numbers[node], node.where)
+
+    made = [
+        Capture("by_distance", root.dtype, len(reads) + 1, wide="b" in reads, by_distance=True)  # type: ignore[arg-type]
+        for root in roots
+    ]
+    return replace(rebuild(graph, change), captures=(*graph.captures, *made))
+
+
+def _reads(roots: Sequence[Node]) -> tuple[str, ...]:
+    """Returns which of b and h the values read."""
+    home = frozenset().union(*(root.home for root in roots))
+    return tuple(name for name in POSITIONS if name in home & UNIFORM)
+
+
+def write(graph: Graph) -> ByDistance:
+    """Writes the functions of `split`."""
+    text = _Writer(graph, "by_distance", POSITIONS).write()
+    dtypes = tuple(root.dtype for root in graph.results)
+    return ByDistance(text, dtypes, _reads(graph.results))  # type: ignore[arg-type]
+
+
+class _Writer(TritonWriter):
+    def returned(self, main: Function) -> list[str]:
+        return [self.value(main, root) for root in self.graph.results]
+
+
+def with_tables(
+    writer: PlanWriter, kernels: Kernels, captured: Captured, extents: Sequence[Extent]
+) -> Captured:
+    """Writes the launch of `distance_kernel`, if there is one; adds its tables to a score_mod's captures.
+
+    `extents` are B, HQ, M and N of the call.
+    """
+    made = kernels.by_distance
+    if made is None:
+        return captured
+    batch, heads, length, keys = extents
+    pad = max([PAD, *(value for name, value in kernels.options.items() if "BLOCK" in name)])
+    middle = cdiv(length, ALIGNED) * ALIGNED + pad
+    size = middle + cdiv(keys, ALIGNED) * ALIGNED + pad
+    entries = [extent for name, extent in (("b", batch), ("h", heads)) if name in made.reads]
+    tables = [
+        writer.empty(f"by_distance_{number}", (*entries, size), dtype)
+        for number, dtype in enumerate(made.dtypes)
+    ]
+    arguments = {
+        **{table.name.upper(): table for table in tables},
+        **captured.arguments(made.text),
+        "HQ": heads if "h" in made.reads else 1,
+        "M": length,
+        "N": keys,
+        "middle": middle,
+        "length": size,
+        "BLOCK": BLOCK,
+    }
+    writer.launch(kernels, "distance", product(entries) * cdiv(size, BLOCK), arguments)
+    views = [
+        writer.view(f"{table.name}_from_0", table, (*entries, size - middle), table.strides, middle)
+        for table in tables
+    ]
+    return captured._replace(tensors=(*captured.tensors, *views))
