@@ -55,6 +55,11 @@ FAULTS = (
           "tests/block_mask/test_runs.py"),
     Fault("templates/block_mask.jinja", "(number > 0) & (number < 4)", "(number > 0)",
           "tests/block_mask/test_generated.py"),
+    # codegen, by distance
+    Fault("templates/distance.jinja", "tl.maximum(place - middle, 1 - M), N - 1)",
+          "tl.maximum(place - middle, 1 - N), M - 1)", "tests/codegen/test_by_distance.py"),
+    Fault("flexmod/codegen/by_distance.py", "least, fixed = TWICE, learned", "least, fixed = ONCE, ()",
+          "tests/codegen/test_by_distance.py"),
     # backends
     Fault("flexmod/backends/decoding.py", 'return builder.const(0, int32) if length == 1 else of("remainder"',
           'return builder.const(0, int32) if length == 1 else of("floor_divide"', "tests/test_decoding.py"),

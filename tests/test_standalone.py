@@ -67,7 +67,12 @@ def of_heads(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx >= kv_idx) & (q_idx > 30 * h)
 
 
+def by_distance(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + table[h, torch.log2(torch.abs(q_idx - kv_idx) + 1).to(torch.int32), 3]
+
+
 CASES: dict[str, tuple[Any, Any, list[str]]] = {
+    "distances": (by_distance, masks.causal(), ["table"]),
     "plain": (None, None, []),
     "softcap": (mods.softcap(15.0), None, []),
     "split": (mods.causal_score(), None, []),
@@ -76,14 +81,15 @@ CASES: dict[str, tuple[Any, Any, list[str]]] = {
     "elements": (by_element, masks.sliding_window(40), ["table"]),
 }
 
+QUICK = [("places", torch.bfloat16), ("distances", torch.bfloat16)]
 LONG = [*((name, torch.bfloat16) for name in CASES), ("split", torch.float32), ("places", torch.float32)]
-LONG.remove(("places", torch.bfloat16))
+LONG = [case for case in LONG if case not in QUICK]
 
 
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([("places", torch.bfloat16)], id="one"),
+        pytest.param(QUICK, id="two"),
         pytest.param(LONG, id="the others", marks=pytest.mark.long),
     ],
 )

@@ -1,16 +1,15 @@
-"""Computes what a score_mod makes of q_idx - kv_idx alone once for each distance, in a kernel of its own.
+"""Moves what a score_mod computes from q_idx - kv_idx alone to a kernel that computes it once a distance.
 
-T5's buckets, for example, take a logarithm and a division for each pair of positions, but have only M + N - 1
-different values for each head. `distance_kernel` computes them once a call; the other kernels load them like
-an element of a captured tensor, though without a check of the index:
+T5's buckets, for example, take a logarithm and a division for each pair of positions. Yet they have only
+M + N - 1 different values for each head. `distance_kernel` fills a table of these:
 
-    table       [B or none, HQ or none, length], by kv_idx - q_idx; its b and h are what the values read
-    middle      the place of distance 0, where the other kernels' argument begins
-    pad         places beyond the distances of a call, for positions in the padding of tiles; they have the
-                value of the nearest distance
+    [B, HQ, length]     by kv_idx - q_idx; without B or HQ if the values read no b or no h
 
-The kernel evaluates the score_mod's own nodes, for distance d at kv_idx = max(d, 0) and q_idx = max(-d, 0).
-So bounds and integer widths of positions hold there too.
+The other kernels load from it as from a captured tensor, from the place of distance 0 on. They check no
+index: a table also has places for positions in the padding of tiles.
+
+For distance d the kernel evaluates the score_mod's own nodes, at kv_idx = max(d, 0) and q_idx = max(-d, 0).
+So the bounds of positions hold there too, and results have the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexmod.codegen.expressions import Function, expensive
+from flexmod.codegen.expressions import Function, expensive, register_dtype
 from flexmod.codegen.kernels import ByDistance, Captured, Kernels
 from flexmod.codegen.triton_text import TritonWriter
 from flexmod.ir.derivative import diagonal_forms, differentiate_captures, terms_of
@@ -37,6 +36,7 @@ from flexmod.ir.graph import (
     home_of,
     rebuild,
 )
+from flexmod.ir.ops import strong
 from flexmod.runtime.plan import Extent, PlanWriter, cdiv, product
 
 # The largest side of a tile, and a multiple of which the sizes of tables are: pointers and strides keep their
@@ -127,8 +127,8 @@ def _loading(graph: Graph, roots: Sequence[Node]) -> Graph:
         return builder.node("load", (*entry, distance), node.dtype, numbers[node], node.where)
 
     made = [
-        Capture("by_distance", root.dtype, len(reads) + 1, wide="b" in reads, by_distance=True)  # type: ignore[arg-type]
-        for root in roots
+        Capture("by_distance", dtype, len(reads) + 1, wide="b" in reads, by_distance=True)
+        for dtype in _dtypes(roots)
     ]
     return replace(rebuild(graph, change), captures=(*graph.captures, *made))
 
@@ -139,16 +139,27 @@ def _reads(roots: Sequence[Node]) -> tuple[str, ...]:
     return tuple(name for name in POSITIONS if name in home & UNIFORM)
 
 
+def _dtypes(roots: Sequence[Node]) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of the tables, that of registers for half types."""
+    return tuple(register_dtype(strong(root.dtype)) for root in roots)
+
+
 def write(graph: Graph) -> ByDistance:
     """Writes the functions of `split`."""
-    text = _Writer(graph, "by_distance", POSITIONS).write()
-    dtypes = tuple(root.dtype for root in graph.results)
-    return ByDistance(text, dtypes, _reads(graph.results))  # type: ignore[arg-type]
+    writer = _Writer(graph, "by_distance", POSITIONS)
+    writer.owner = "score_mod"
+    return ByDistance(writer.write(), _dtypes(graph.results), _reads(graph.results))
 
 
 class _Writer(TritonWriter):
     def returned(self, main: Function) -> list[str]:
         return [self.value(main, root) for root in self.graph.results]
+
+
+def table_names(made: ByDistance | None) -> list[tuple[str, str]]:
+    """Returns the names of the tables in a plan, and of their views."""
+    numbers = range(len(made.dtypes) if made else 0)
+    return [(f"by_distance_{number}", f"by_distance_{number}_from_0") for number in numbers]
 
 
 def with_tables(
@@ -166,9 +177,10 @@ def with_tables(
     middle = cdiv(length, ALIGNED) * ALIGNED + pad
     size = middle + cdiv(keys, ALIGNED) * ALIGNED + pad
     entries = [extent for name, extent in (("b", batch), ("h", heads)) if name in made.reads]
+    names = table_names(made)
     tables = [
-        writer.empty(f"by_distance_{number}", (*entries, size), dtype)
-        for number, dtype in enumerate(made.dtypes)
+        writer.empty(whole, (*entries, size), dtype)
+        for (whole, _), dtype in zip(names, made.dtypes, strict=True)
     ]
     arguments = {
         **{table.name.upper(): table for table in tables},
@@ -182,7 +194,7 @@ def with_tables(
     }
     writer.launch(kernels, "distance", product(entries) * cdiv(size, BLOCK), arguments)
     views = [
-        writer.view(f"{table.name}_from_0", table, (*entries, size - middle), table.strides, middle)
-        for table in tables
+        writer.view(name, table, (*entries, size - middle), table.strides, middle)
+        for (_, name), table in zip(names, tables, strict=True)
     ]
     return captured._replace(tensors=(*captured.tensors, *views))

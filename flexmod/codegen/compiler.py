@@ -7,6 +7,7 @@
     split      -inf branches of a score_mod become a mask                       ir/passes.py
     promote    constants that differ from call to call become arguments         `Constants`, below
     derive     the score_mod's derivative, where gradients are asked for        ir/derivative.py
+    distances  costly functions of q_idx - kv_idx go into a kernel of their own codegen/by_distance.py
     place      loads and arithmetic by program, row, column or element          codegen/triton_text.py
     write      device functions as Triton text                                  codegen/triton_text.py
     render     templates + text + KernelSpec -> one complete module             codegen/render.py
@@ -70,8 +71,7 @@ class Lowered:
     """A mod after the graph stages.
 
     `graph` is None for a score_mod that does not change the score. `split` is the mask of a score_mod's -inf
-    branches. `checked`: kernels check each index into a captured tensor. q_idx and kv_idx are less than
-    `largest`.
+    branches. `checked`: kernels check each index into a captured tensor. Positions are less than `largest`.
     """
 
     graph: Graph | None
@@ -151,7 +151,7 @@ def _lower(graph: Graph, split: bool, checked: bool, largest: int) -> Lowered:
 
 
 @lru_cache(GRAPHS)
-def _by_distance(
+def with_distances(
     score: Lowered, grad_captures: tuple[int, ...], backward: bool
 ) -> tuple[Lowered, Lowered, ByDistance | None]:
     """Splits off what a score_mod makes of distances alone, and writes it.
@@ -356,7 +356,7 @@ def kernels_for(
     """
     derived, of_distances = score, None
     if score and score.graph and not (score.checked or spec.short or spec.decoding):
-        score, derived, of_distances = _by_distance(score, grad_captures, spec.backward)
+        score, derived, of_distances = with_distances(score, grad_captures, spec.backward)
     score_text = score.text if score else None
     mask_text = mask.text if mask else None
     grad_text = derived.grad_text if derived and spec.backward else None

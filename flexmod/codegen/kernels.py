@@ -299,8 +299,9 @@ NOTHING = Captured()
 class Made(Source, Protocol):
     """The kernels of a family for one direction of a variant, as launches and the choice of tiles use them.
 
-    `portable`: the portable kernels of the same mods. `rungs`: the classes of its tiles, dataclasses of plain
-    numbers. `tiles`: each kernel's chosen rung on each device, or why there is none; the launcher fills it.
+    The portable kernels of the same mods are `portable`. The classes of its tiles, dataclasses of plain
+    numbers, are `rungs`. The launcher fills `tiles`: each kernel's chosen rung on each device, or why there
+    is none.
     """
 
     family: ClassVar[str]

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 import triton
 
-from flexmod.codegen.compiler import build, capture_grad, capture_terms
+from flexmod.codegen.by_distance import table_names
+from flexmod.codegen.compiler import build, capture_grad, capture_terms, with_distances
 from flexmod.codegen.expressions import fresh
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
 from flexmod.codegen.render import head_lines, render
@@ -79,7 +80,7 @@ TAKEN = {
     "DTYPES", "gradients", "captured", "writes", "writes_to", "tensor", "tensors",
     "Attention", "build_mask", "dense_attention", "main", *vars(standalone_functions),
     "score_mod_in_torch", "mask_mod_in_torch", "forward_kernel", "statistics_kernel", "delta_kernel",
-    "dq_kernel", "dkdv_kernel", "scatter_kernel", *dir(builtins),
+    "dq_kernel", "dkdv_kernel", "scatter_kernel", "distance_kernel", *dir(builtins),
 }  # fmt: skip
 
 
@@ -170,18 +171,23 @@ class File:
         v = self.variant
         score, mask = v.score, v.mask
         graph = score.graph if score else None
+        derived, distances = score, None
+        if score and graph:
+            score, derived, distances = with_distances(score, v.learned, v.spec.backward)
         self.terms: list[GradientTerm] = []
         self.captures = NO_CAPTURES
         if v.learned and graph:
             # sums along diagonals need a kernel and lists of their own: sum by element instead
+            assert derived is not None and derived.graph is not None
             self.terms = [
                 replace(term, along="element") if term.along == "diagonal" else term
-                for term in capture_terms(graph, v.learned)
+                for term in capture_terms(derived.graph, v.learned)
             ]
             if self.terms:
-                self.captures = write_terms(capture_grad(graph, v.learned), self.terms)
+                self.captures = write_terms(capture_grad(derived.graph, v.learned), self.terms)
         texts = [text for _, text in _by_along(self.captures) if text]
         taken = TAKEN | {term.sums.lower() for text in texts for term in text.terms}
+        taken |= {name for made in table_names(distances) for name in made}
         known: dict[object, str] = {}  # the names of tensors that both mods may capture
         of_score = names_of(graph, v.score_tensors, taken, known)
         self.score = FileMod(graph, v.score_tensors, of_score, v.score_sizes, CALL_SIZES)
@@ -190,12 +196,15 @@ class File:
         self.mask = FileMod(of_mask, v.mask_tensors, names, v.mask_sizes, MASK_SIZES)
         self.kernels = Kernels(
             v.spec, self.build, score.text if score else None, mask.text if mask else None,
-            score.grad_text if score else None, dict(v.options), captures=self.captures,
+            derived.grad_text if derived else None, dict(v.options), captures=self.captures,
+            by_distance=distances,
         )  # fmt: skip
 
     def build(self, spec: KernelSpec) -> ModuleType:
         kernels = self.kernels
-        return build(spec, kernels.score, kernels.mask, kernels.grad, kernels.captures)
+        return build(
+            spec, kernels.score, kernels.mask, kernels.grad, kernels.captures, distances=kernels.by_distance
+        )
 
     def text(self) -> str:
         """Raises UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError."""
@@ -207,7 +216,8 @@ class File:
         results = ["grad_q", "grad_k", "grad_v", "None", *(["None"] if mask.graph else [])]
         results += [f"grad_{n}.to({n}.dtype)" if n in places else "None" for n in score_names]
         return render(
-            spec, kernels.score, kernels.mask, kernels.grad, self.captures, template="standalone.jinja",
+            spec, kernels.score, kernels.mask, kernels.grad, self.captures, kernels.by_distance,
+            "standalone.jinja",
             head=self.head(),
             shared=_shared,
             quotes=self.quoted,

@@ -44,11 +44,11 @@ from flexmod.ir.graph import ARGUMENTS, POSITIONS, Graph, Node, used_captures
 from flexmod.ir.integers import integer_bounds
 from flexmod.ir.linear import Forms, Linear
 from flexmod.ir.offsets import MaskAt, ScoreAt
-from flexmod.ir.ops import CAST, OPS, strong
+from flexmod.ir.ops import CAST, HALF, OPS, strong
 from flexmod.ir.passes import Extents
 from flexmod.ir.replay import Replay
 from flexmod.ir.source import mod_name
-from flexmod.runtime.plan import Allocate, Launch, Place, Plan, Size
+from flexmod.runtime.plan import Allocate, Extent, Launch, Place, Plan, Size, View
 
 COLUMNS = 110
 # a plan's names for the sides of a tile that the file chooses
@@ -67,11 +67,15 @@ class PlanText:
         self._names, self._like = names, names["query"]
 
     def statements(self, plan: Plan, indent: int = 0) -> str:
-        """Writes all steps; a plan for a file only allocates and launches."""
+        """Writes all steps; a plan for a file only allocates, views and launches."""
         lines = []
         for step in plan.steps:
             if isinstance(step, Allocate):
                 lines.append(self._allocated(step))
+            elif isinstance(step, View):
+                like = f"{self._tuple(step.place.shape)}, {self._tuple(step.place.strides)}"
+                start = self.expression(step.offset)
+                lines.append(f"{step.place.name} = {step.of.name}.as_strided({like}, {start})")
             else:
                 assert isinstance(step, Launch), f"no statement for {step}"
                 lines.append(self._launched(step, indent))
@@ -79,11 +83,13 @@ class PlanText:
 
     def _allocated(self, step: Allocate) -> str:
         place = step.place
-        dtype = str(place.dtype) if place.dtype in (torch.float32, torch.int32) else f"{self._like}.dtype"
-        sizes = ", ".join(map(self.expression, place.shape))
-        sizes += "," if len(place.shape) == 1 else ""
+        dtype = f"{self._like}.dtype" if place.dtype in HALF else str(place.dtype)
         kind, device = "zeros" if step.zeros else "empty", f"{self._like}.device"
-        return f"{self.expression(place)} = torch.{kind}(({sizes}), dtype={dtype}, device={device})"
+        made = f"torch.{kind}({self._tuple(place.shape)}, dtype={dtype}, device={device})"
+        return f"{self.expression(place)} = {made}"
+
+    def _tuple(self, extents: Sequence[Extent]) -> str:
+        return f"({', '.join(map(self.expression, extents))}{',' if len(extents) == 1 else ''})"
 
     def _launched(self, step: Launch, indent: int) -> str:
         given = [f"{name}={self._given(name, value)}" for name, value in step.arguments.items()]

@@ -20,6 +20,7 @@ from flexmod.codegen.variant import variant
 from flexmod.ir.derivative import LARGEST_ON_LINE
 from flexmod.ir.graph import Graph
 from flexmod.ir.trace import trace
+from flexmod.runtime import config
 from flexmod.tools.ahead import VariantCall
 
 LENGTH = 1 << 15
@@ -139,13 +140,13 @@ CALLS: dict[str, Callable[..., Any]] = {
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [(70, 70), (1, 70), (70, 1), (33, 75)], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_bits(name: str, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits(name: str, lengths: tuple[int, int], switch: Any) -> None:
     """They are those of a call that computes the functions for each pair: kernels that check indices do."""
     case = make_case(batch=2, heads=4, kv_heads=2, q_len=lengths[0], kv_len=lengths[1])
     mask = create_block_mask(masks.prefix_lm(40), None, None, *lengths, device="cpu", BLOCK_SIZE=32)
     found = []
-    for check in ("0", "1"):
-        monkeypatch.setenv("FLEXMOD_CHECK_BOUNDS", check)
+    for check in (0, 1):
+        switch(config.CHECK_BOUNDS, check)
         q, k, v = (x.detach().requires_grad_() for x in case.inputs)
         out = flex_attention(q, k, v, CALLS[name], mask, enable_gqa=True, kernel_options=INTERPRET)
         found.append((out, *torch.autograd.grad(out, (q, k, v), case.grad_out)))

@@ -26,6 +26,7 @@ BATCH, HEADS, KV_HEADS, ROWS, COLUMNS = 2, 4, 2, 301, 333
 MODS = (
     "plain", "causal", "window", "documents", "neighborhood", "holes", "nothing", "by head", "alibi",
     "softcap", "softcap shifted", "capped sum", "near ones", "loads", "risky", "lowest", "infinite",
+    "buckets", "cosines",
 )  # fmt: skip
 LEARNED = ("slopes", "relative table", "bias of pairs", "bias of rows", "bias of keys", "scalar", "several")
 FORMS: tuple[tuple[str, int, str, bool], ...] = (
