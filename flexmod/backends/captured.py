@@ -159,8 +159,8 @@ class _Total:
         place = self._place(indices)
         part = term.to(wide or self._sums.dtype).sum_to_size(place.shape).to(self._sums.dtype)
         place, part = place.expand(part.shape).flatten(), part.flatten()
-        if part.is_cuda:  # index_add_ would use atomics; this sorts
-            self._sums.index_put_((place,), part, accumulate=True)
+        if part.is_cuda:
+            self._sums += _sorted_sums(place, part, self._sums.numel())
         else:
             self._sums.index_add_(0, place, part)
 
@@ -179,10 +179,24 @@ class _Total:
         return torch.where(inside, place, self._tensor.numel())
 
 
+def _sorted_sums(place: Tensor, part: Tensor, size: int) -> Tensor:
+    """Returns the sums of `part` by place, in a fixed order: index_add_ would use atomics, this sorts.
+
+    One thread adds up all numbers of a place, one after the other. So elements of many numbers, as T5's
+    buckets for large distances, have several places.
+    """
+    shares = max(1, min(LARGEST_SHARES, part.numel() // size))
+    if shares > 1:
+        place = place * shares + torch.arange(place.numel(), device=place.device) % shares
+    sums = torch.zeros(size * shares, dtype=part.dtype, device=part.device)
+    return sums.index_put_((place,), part, accumulate=True).view(size, shares).sum(1)
+
+
 def _results(totals: Mapping[int, _Total], count: int) -> tuple[Tensor | None, ...]:
     return tuple(totals[number].result() if number in totals else None for number in range(count))
 
 
+LARGEST_SHARES = 64
 # Bits of a 64-bit sum without its sign and one spare bit for the rounding of terms.
 FIXED_BITS = 62
 # The dtypes of what `add_elements` adds to.

@@ -120,7 +120,7 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
         return score * (1.5 + by_row[q_idx].sin()) + by_column[kv_idx] + table[h, near]
 
     def buckets(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        far = (torch.log1p((q_idx - kv_idx).abs().float()) / math.log(2) * 8).int()
+        far = (torch.log1p((q_idx - kv_idx).abs().float()) / math.log(2) * 8 + 0.3).int()
         return score + table[h, far] + torch.where(torch.sin(kv_idx - q_idx) > 0, ends[b] * 0.01, 0.0)
 
     def cosines(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
