@@ -316,6 +316,12 @@ def test_another_batch_does_not_compile_again(batches: tuple[int, ...], batched:
     assert counter.frame_count == 1
 
 
+def assigned(mask: BlockMask) -> BlockMask:
+    """As a decoding step does with a slice of a mask."""
+    mask.mask_mod, mask.seq_lengths, mask.kv_indices = WINDOW, (500, 500), mask.kv_indices
+    return mask
+
+
 MADE_IN_A_GRAPH: dict[str, Callable[[BlockMask, Any], BlockMask]] = {
     "from_kv_blocks": lambda mask, lists: BlockMask.from_kv_blocks(
         *lists[:4], mask_mod=WINDOW, seq_lengths=(500, 500)
@@ -331,6 +337,8 @@ MADE_IN_A_GRAPH: dict[str, Callable[[BlockMask, Any], BlockMask]] = {
     "invert": lambda mask, lists: ~~mask,
     "resize": lambda mask, lists: mask.resize(600, 600).resize(500, 500),
     "to": lambda mask, lists: mask.to("cpu"),
+    "assigned": lambda mask, lists: assigned(mask),
+    "read": lambda mask, lists: mask if mask.kv_num_blocks.sum() >= 0 and len(mask.as_tuple()) else mask[:0],
 }
 
 
@@ -349,6 +357,13 @@ def test_a_mask_made_in_a_compiled_function(name: str) -> None:
     found = torch.compile(attend, backend="aot_eager")(mask)
     torch.testing.assert_close(found, flex_attention(q, k, v, block_mask=mask))
     assert frames["total"] <= 10
+
+
+def test_a_graph_reads_the_sizes_of_a_mask_whose_lists_were_read() -> None:
+    mask, (q, _, _) = built(flexmod, None, None, 500), qkv(1, 2, 500)
+    assert mask.kv_num_blocks.shape == (1, 1, 4)
+    sizes, _ = compiled(lambda q, mask: q * mask.shape[-1] + mask.numel())
+    torch.testing.assert_close(sizes(q, mask), q * 500 + 250000)
 
 
 def test_masks_of_a_compiled_builder_do_not_compile_attention_again() -> None:

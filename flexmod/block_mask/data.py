@@ -43,7 +43,7 @@ from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import Watched, source_states
-from flexmod.runtime.private_torch import any_uncounted
+from flexmod.runtime.private_torch import any_uncounted, outside_of_graphs
 from flexmod.runtime.tensor_kinds import has_no_values
 
 AnyMask = TypeVar("AnyMask", bound="MaskData")
@@ -154,6 +154,7 @@ class MaskData:
         return self._mask_mod
 
     @mask_mod.setter
+    @outside_of_graphs
     def mask_mod(self, mask_mod: MaskMod) -> None:
         self._know(trace_mask(mask_mod, self.device))
         self._mask_mod, self.positions = mask_mod, positions_of(mask_mod)
@@ -201,6 +202,7 @@ class MaskData:
         return self._block_size
 
     @BLOCK_SIZE.setter
+    @outside_of_graphs
     def BLOCK_SIZE(self, block_size: int | tuple[int, int]) -> None:
         pair = block_pair(block_size)
         self._check_lists(self.seq_lengths, pair)
@@ -212,6 +214,7 @@ class MaskData:
         return self._seq_lengths
 
     @seq_lengths.setter
+    @outside_of_graphs
     def seq_lengths(self, lengths: tuple[int, int]) -> None:
         pair = length_pair(lengths)
         rows = tile_count(pair[0], self.BLOCK_SIZE[0])
@@ -253,12 +256,12 @@ class MaskData:
     @property
     def shape(self) -> tuple[int, ...]:
         """Batch dimensions, queries, keys."""
-        return (*self.storage.batch, *self.seq_lengths)
+        return (*self._storage.batch, *self.seq_lengths)
 
     @property
     def device(self) -> torch.device:
         """The device of the tiles."""
-        return self.storage.device
+        return self._storage.device
 
     @property
     def _has_no_values(self) -> bool:

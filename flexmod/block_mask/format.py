@@ -206,11 +206,13 @@ class BlockMask(MaskData):
                 raise NotABlockMask.of(mask)
         return combine.concatenated([fresh(mask) for mask in masks])
 
+    @outside_of_graphs
     def to_dense(self) -> Tensor:
         """int32 [B, H, Qb, KVb]: 1 where a tile is listed, partial or full."""
         self.refresh()
         return (self.table() != EMPTY).to(torch.int32).expand(*self.storage.batch, -1, -1)
 
+    @outside_of_graphs
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """The parts in order: seq_lengths, the eight lists, torch's four dq_ parts, BLOCK_SIZE, mask_mod.
 

@@ -29,7 +29,13 @@ from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import SourceStates, computed_from
-from flexmod.runtime.private_torch import UNCOUNTED, any_uncounted, current_stream, version_of
+from flexmod.runtime.private_torch import (
+    UNCOUNTED,
+    any_uncounted,
+    current_stream,
+    outside_of_graphs,
+    version_of,
+)
 from flexmod.runtime.tensor_kinds import has_no_values
 
 Axis = Literal["kv", "q"]
@@ -295,10 +301,12 @@ class ListPart:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
+    @outside_of_graphs
     def __get__(self, mask: Any, owner: type) -> Any:
         mask.refresh()
         return mask._storage.list(self._name)
 
+    @outside_of_graphs
     def __set__(self, mask: Any, part: Tensor | None) -> None:
         """Integers of another size become int32. The next use of the mask checks whether the list fits."""
         name = self._name
