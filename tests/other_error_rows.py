@@ -155,7 +155,8 @@ ROWS: list[Row] = [
         behind_the_recorder,
         "TorchDynamo did something with a traced value that flexmod cannot see.\n"
         "  Instead: write it as a function of torch itself: torch.neg(x), torch.abs(x), "
-        "torch.logical_not(x), torch.tanh(x) and torch.sigmoid(x) rather than those of torch.nn.functional.",
+        "torch.logical_not(x), torch.tanh(x) and torch.sigmoid(x) rather than those of torch.nn.functional; "
+        "and index a row of a table, row[0], rather than unpack it.",
     ),
     (
         errors.InGraphMaskError,

@@ -611,6 +611,28 @@ def test_numbers_of_numpy_break_the_graph() -> None:
     close(torch.compile(attend, backend="eager")(*case, mod), attend(*case, mod))
 
 
+def test_a_mask_that_no_graph_can_make_is_made_outside() -> None:
+    """TorchDynamo hides an unpacked row and numbers of numpy. It compiles none of the functions behind it."""
+    spans, numbers = torch.tensor([[2, 7], [5, 9]]), np.arange(3)
+
+    def unpacked(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        start, end = spans[b]
+        return (q_idx >= kv_idx) | ((kv_idx >= start) & (kv_idx < end))
+
+    frames, case = torch._dynamo.utils.counters["frames"], inputs(16)
+    for mask_mod in (unpacked, lambda b, h, q_idx, kv_idx: q_idx + numbers[2] >= kv_idx):
+
+        def function(*x: Tensor, mask_mod: Any = mask_mod) -> Tensor:
+            return attend(*x, None, create_block_mask(mask_mod, 2, None, 16, 16, CPU))  # type: ignore[no-any-return]
+
+        torch._dynamo.reset()
+        frames.clear()
+        close(torch.compile(function, backend="eager")(*case), function(*case))
+        assert frames["total"] <= 20
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="rather than unpack it"):
+        torch.compile(lambda: create_block_mask(unpacked, 2, None, 16, 16, CPU), fullgraph=True)()
+
+
 @pytest.mark.parametrize("empty", ["queries", "keys"])
 def test_a_table_of_no_positions(empty: str) -> None:
     """The table, a learned bias, is as long as the call; lengths that the graph computes stay symbols."""

@@ -23,7 +23,7 @@ from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.parts import block_pair, device_of, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import Axis, MaskSnapshot, TileStorage, is_captured
 from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, both_sizes, positions_on_axes, tile_count
-from flexmod.errors import DeviceMismatch, InGraphMaskError, MaskExtentError
+from flexmod.errors import DeviceMismatch, FlexmodError, InGraphMaskError, MaskExtentError
 from flexmod.ir.composed import MaskMod, and_masks, or_masks
 from flexmod.ir.evaluate import captures_on_device, evaluate, is_host_number
 from flexmod.ir.graph import POSITIONS, Graph, check_sizes
@@ -36,7 +36,7 @@ from flexmod.ir.trace import Traced, trace
 from flexmod.ir.watched import computed_from, source_states, sources_of
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.locks import lazy_imports
-from flexmod.runtime.private_torch import any_uncounted, outside_of_graphs, outside_transforms
+from flexmod.runtime.private_torch import any_uncounted, dynamo, outside_of_graphs, outside_transforms
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
 
@@ -97,8 +97,22 @@ def create_block_mask(
     here = device_of(device)
     positions = stated(q_offset, kv_offset, sizes[0], here, "the mask")
     layout = MaskLayout(sizes, block, here, separate_full_blocks)
-    if torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
+        return _create(mask_mod, layout, positions)
+    try:
         return create_in_graph(mask_mod, layout, positions)
+    except FlexmodError as error:
+        if not torch.compiler.is_dynamo_compiling():
+            raise
+        why = error.message
+    dynamo().graph_break(msg=why)
+    return _create(mask_mod, layout, positions)
+
+
+@outside_of_graphs
+def _create(mask_mod: MaskMod, layout: MaskLayout, positions: Positions | None) -> BlockMask:
+    """Does `create_block_mask` outside of a graph."""
+    sizes, block, here, _ = layout
     if positions is not None:
         mask_mod = positions.mask(mask_mod)
     traced = trace_mask(mask_mod, here)

@@ -388,7 +388,8 @@ class InGraphModError(FlexmodError, NotImplementedError):
     what = "TorchDynamo did something with a traced value that flexmod cannot see."
     instead = (
         "write it as a function of torch itself: torch.neg(x), torch.abs(x), torch.logical_not(x), "
-        "torch.tanh(x) and torch.sigmoid(x) rather than those of torch.nn.functional."
+        "torch.tanh(x) and torch.sigmoid(x) rather than those of torch.nn.functional; and index a row of a "
+        "table, row[0], rather than unpack it."
     )
 
 
