@@ -21,7 +21,6 @@ from flexmod import AuxRequest, create_block_mask, create_mask, errors, flex_att
 from flexmod.backends.arguments import Problem
 from flexmod.backends.families import INTERPRETED
 from flexmod.backends.options import OPTIONS
-from flexmod.block_mask.format import from_torch
 
 Row = tuple[type[errors.FlexmodError], Callable[[], Any], str]
 
@@ -193,7 +192,7 @@ def without_head_dimension() -> Any:
 
 def sliced_by_torch() -> Any:
     whole = torch_flex.create_block_mask(causal, 2, 4, 32, 32, device="cpu")
-    return from_torch(whole[0])
+    return call(block_mask=whole[0])
 
 
 def part_of_changed() -> Any:
@@ -824,7 +823,7 @@ BLOCK_MASKS: list[Row] = [
         errors.SlicedTorchMaskError,
         sliced_by_torch,
         "this torch BlockMask was sliced, and torch drops the mask_mod of a slice.\n"
-        "  Instead: slice after the conversion, from_torch(whole_mask)[...], or set the slice's "
+        "  Instead: slice a mask of flexmod.create_block_mask, which keeps its mask_mod, or set the slice's "
         "mask_mod first.",
     ),
     (

@@ -381,7 +381,10 @@ class MaskModChangedError(FlexmodError, RuntimeError):
 
 class SlicedTorchMaskError(FlexmodError, ValueError):
     what = "this torch BlockMask was sliced, and torch drops the mask_mod of a slice."
-    instead = "slice after the conversion, from_torch(whole_mask)[...], or set the slice's mask_mod first."
+    instead = (
+        "slice a mask of flexmod.create_block_mask, which keeps its mask_mod, or set the slice's mask_mod "
+        "first."
+    )
 
 
 class InGraphModError(FlexmodError, NotImplementedError):

@@ -397,8 +397,8 @@ def test_from_torch_refuses():
     other = theirs.create_block_mask(masks.causal(), 1, 1, 256, 256, "cpu")
     assert refusal(errors.SlicedTorchMaskError, lambda: from_torch(other[0])) == (
         "this torch BlockMask was sliced, and torch drops the mask_mod of a slice.\n"
-        "  Instead: slice after the conversion, from_torch(whole_mask)[...], or set the slice's mask_mod "
-        "first."
+        "  Instead: slice a mask of flexmod.create_block_mask, which keeps its mask_mod, or set the slice's "
+        "mask_mod first."
     )
 
 
