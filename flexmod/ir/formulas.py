@@ -95,6 +95,22 @@ def _at_most(x: Any, high: Any) -> Any:
     return _limited(x, operator.gt, operator.le, high) if x.is_floating_point() else x.minimum(high)
 
 
+def where(condition: Any, yes: Any, no: Any) -> Any:
+    """torch.where, of numbers on the CPU beside tensors on a GPU too.
+
+    torch would wait for the GPU to copy such a number to it.
+    """
+    given = [condition, yes, no]
+    devices = [x.device for x in given if isinstance(x, torch.Tensor) and x.device.type != "cpu"]
+    return torch.where(*(_moved(x, devices[0]) for x in given) if devices else given)
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    if type(x) is torch.Tensor and x.device.type == "cpu" and not (x.dim() or x.requires_grad):
+        return torch.full((), x.item(), dtype=x.dtype, device=device)
+    return x
+
+
 def _limited(x: Any, outside: Callable[..., Any], within: Callable[..., Any], limit: Any) -> Any:
     """Replaces x by the limit where x lies outside. A nan limit makes the result nan, as in torch.
 

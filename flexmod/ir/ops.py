@@ -298,7 +298,7 @@ _ROWS = [
        {"bool": "{0} | {1}", "int": "tl.maximum({0}, {1})",
         "float": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"},
        torch.maximum, lambda g, y, a, b: _pick(a > b, b > a, g), bounds.maximum, finite=True),
-    Op("where", ("where",), "where", _branches, "tl.where({0}, {1}, {2})", torch.where,
+    Op("where", ("where",), "where", _branches, "tl.where({0}, {1}, {2})", formulas.where,
        lambda g, y, c, a, b: (None, torch.where(c, g, 0.0), torch.where(c, 0.0, g)), bounds.where,
        python="torch.where({0}, {1}, {2})", finite=True),
     # comparisons
