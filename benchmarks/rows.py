@@ -134,17 +134,23 @@ def pairs(row: Row, device: torch.device, share: int = 1, dense: bool = False, t
     return Mods(add, dense_mask(row, device).mask_mod if dense else None)
 
 
-def t5(row: Row, device: torch.device) -> Mods:
+def t5(row: Row, device: torch.device, learn: bool = False) -> Mods:
     """T5's buckets, computed by the mod itself."""
-    table = torch.randn(32, row.heads, generator=torch.Generator().manual_seed(1)).to(device)
+    table = torch.randn(row.heads, 32, generator=torch.Generator().manual_seed(1)).to(device)
+    table.requires_grad_(learn)
 
     def add(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         far = torch.where(kv_idx > q_idx, 16, 0)
         apart = torch.abs(kv_idx - q_idx)
         grown = 8 + (torch.log(apart / 8) / math.log(128 / 8) * 8).to(torch.int32)
-        return score + table[far + torch.where(apart < 8, apart, torch.clamp(grown, max=15)), h]
+        return score + table[h, far + torch.where(apart < 8, apart, torch.clamp(grown, max=15))]
 
-    return Mods(add)
+    return Mods(add, None, (table,) if learn else ())
+
+
+def cosine(row: Row, device: torch.device) -> Mods:
+    """A cosine of each distance times the score."""
+    return Mods(lambda score, b, h, q_idx, kv_idx: score * torch.cos((q_idx - kv_idx) / 100))
 
 
 def kerple(row: Row, device: torch.device) -> Mods:
@@ -217,6 +223,8 @@ SETS: dict[str, list[Row]] = {
         Row("pairs twice", partial(pairs, twice=True), length=2048),
         Row("paths", paths, length=2048),
         Row("T5 by hand", t5, length=4096),
+        Row("learned T5 by hand", partial(t5, learn=True), length=4096, constant="T5 by hand"),
+        Row("cosine of distance", cosine, length=4096),
         Row("Kerple + causal", kerple, length=4096),
         Row("S64 D32 pairs", pairs, **SHORT, head_dim=32, value_dim=32),  # type: ignore[arg-type]
         Row("S64 D64", noop, **SHORT, head_dim=64, value_dim=64),  # type: ignore[arg-type]

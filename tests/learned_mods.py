@@ -46,9 +46,11 @@ def learned_mods(
         "logarithms of distances": Learned(
             lambda t: lambda s, b, h, q, k: s - t[h] * (q - k).abs().float().log1p(), [(heads,)]
         ),
-        "cosines of distances": Learned(
-            lambda t: lambda s, b, h, q, k: s * torch.cos((q - k) * 0.3) + t[b] * torch.sin((k - q) / 7),
-            [(batch,)],
+        "roots of distances": Learned(
+            lambda t: lambda s, b, h, q, k: (
+                s * torch.sqrt((q - k).abs() / 700) + t[b, h] * torch.sqrt((k - q).abs() / 90)
+            ),
+            [(batch, heads)],
         ),
         "clamped distances": Learned(
             lambda t: lambda s, b, h, q, k: s * t[b, (q - k).clamp(-5, 5) + 5], [(batch, 11)]
