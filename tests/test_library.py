@@ -592,6 +592,37 @@ def test_a_part_without_gradient_is_refused_in_a_graph() -> None:
         Compiled(attend_with(part)).check(*inputs(16))
 
 
+class Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_function_with_a_backward_of_its_own_is_refused_in_a_graph(fullgraph: bool) -> None:
+    """As outside of one; TorchDynamo differentiates one of captured tensors alone."""
+    learned, fixed = torch.rand(HEADS, requires_grad=True), torch.rand(HEADS)
+
+    def attend_with(part: Callable[..., Any]) -> Any:
+        return lambda *x: attend(*x, lambda s, b, h, q, k: s + part(s, h, q))
+
+    for part in (
+        lambda s, h, q: Rounding.apply(s), lambda s, h, q: Rounding.apply(torch.tanh(s) * 2),
+        lambda s, h, q: Rounding.apply(learned[h]),
+    ):  # fmt: skip
+        with pytest.raises(errors.UnknownOperationError, match="a part without gradient"):
+            torch.compile(attend_with(part), backend="aot_eager", fullgraph=fullgraph)(*inputs(16))
+    for part in (
+        lambda s, h, q: Rounding.apply(q / 3), lambda s, h, q: Rounding.apply(fixed[h] * 3),
+        lambda s, h, q: Rounding.apply(learned * 3)[h],
+    ):  # fmt: skip
+        Compiled(attend_with(part)).check(*inputs(16))
+
+
 def test_a_mod_that_writes_texts_of_its_values_breaks_the_graph() -> None:
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         assert repr(score) and str(q_idx)

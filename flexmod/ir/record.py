@@ -43,11 +43,11 @@ from flexmod.ir.trace import Traced, trace
 from flexmod.ir.vectors import NAMES as OF_VECTORS
 from flexmod.ir.vectors import converting_row, reduces
 from flexmod.runtime.locks import Lock
-from flexmod.runtime.private_torch import assume_constant, let_modes_change
+from flexmod.runtime.private_torch import RECORDED_DIMENSIONS, assume_constant, let_modes_change
 
 METHOD_WHERE = "where of a tensor"
 GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the number of its graph
-SHAPE = (1,) * 12
+SHAPE = (1,) * RECORDED_DIMENSIONS
 PASSED_ON = ("__get__", "__repr__", "__format__")  # reads of attributes like dtype, and texts
 OPERATORS = {"__rdiv__": "__truediv__"}
 PUBLIC_NAMES = {"log_sigmoid": "logsigmoid"}  # of functions whose __name__ is another

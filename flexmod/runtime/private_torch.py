@@ -292,6 +292,7 @@ def let_modes_change(let: bool) -> None:
     translator = _translator()
     if translator is not None:
         ask_modes_of_unary_operators()
+        turn_gradients_off_in_functions()
         translator.output.current_tracer.allow_side_effects_in_hop = let
 
 
@@ -312,6 +313,28 @@ def ask_modes_of_unary_operators() -> None:
         plain = getattr(TensorVariable, f"nb_{slot}_impl", None)
         if plain is not None:
             setattr(TensorVariable, f"nb_{slot}_impl", asking(plain, method))
+
+
+RECORDED_DIMENSIONS = 12  # of a recorded mod's values, more than other tensors have
+
+
+@cache
+def turn_gradients_off_in_functions() -> None:
+    """Turns gradients off in a torch.autograd.Function's forward on values of a recorded mod, as torch does.
+
+    TorchDynamo runs that forward as a part of the mod, and the recorder would miss the Function.
+    """
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    plain = AutogradFunctionVariable.call_apply
+
+    def apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        dimensions = [getattr(arg, "ndim", None) or 0 for arg in (*args, *kwargs.values())]
+        recorded = max(dimensions, default=0) >= RECORDED_DIMENSIONS and innermost_mode_name() == "Recorder"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not recorded):
+            return plain(self, tx, args, kwargs)
+
+    AutogradFunctionVariable.call_apply = apply  # type: ignore[method-assign]
 
 
 def takes_other_attention(model: Any) -> bool:
