@@ -623,6 +623,25 @@ def test_a_function_with_a_backward_of_its_own_is_refused_in_a_graph(fullgraph: 
         Compiled(attend_with(part)).check(*inputs(16))
 
 
+def changed_by_a_hook(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    score.register_hook(lambda grad: grad * 3)
+    return score
+
+
+UNKNOWN: dict[str, Callable[..., Any]] = {
+    "a hook": changed_by_a_hook,
+    "no dimension": lambda s, b, h, q, k: s.split(1)[0],
+    "another shape": lambda s, b, h, q, k: s.reshape(3),
+    "a lookup": lambda s, b, h, q, k: s + nn.functional.embedding(h, ROWS)[0],
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_functions_are_named_with_their_line_in_a_graph(name: str) -> None:
+    with pytest.raises(errors.UnknownOperationError, match=r"(?s)is not an operation.*test_library\.py"):
+        torch.compile(lambda *x: attend(*x, UNKNOWN[name]), backend="eager")(*inputs(16))
+
+
 def test_a_mod_that_writes_texts_of_its_values_breaks_the_graph() -> None:
     def mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         assert repr(score) and str(q_idx)

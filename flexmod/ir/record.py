@@ -84,7 +84,7 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name, random, in_place = _name(func)
+        name, known, random, in_place = _name(func)
         if func is CARRIER and len(args) > 1:
             self.steps.append((expect_size.__name__, self.noted(args), (), False))
             self.values.append(args[0].clone())
@@ -102,6 +102,8 @@ class Recorder(TorchFunctionMode):
             raise errors.ConcreteValueError(operation=f".{name}()", advice=advice.SYMBOLIC)
         if name in METADATA and isinstance(args[0], Tensor):
             return self._called(func, args, kwargs)
+        if not known:
+            raise errors.UnknownOperationError(operation=f"torch.{name}", advice=advice.ELEMENTWISE)
         noted = tuple([(key, self.noted(value)) for key, value in kwargs.items()])
         without_gradient = self.differentiates and not torch.is_grad_enabled()
         self.steps.append((name, self.noted(args), noted, without_gradient))
@@ -172,14 +174,14 @@ class Recorder(TorchFunctionMode):
 
 
 @assume_constant
-def _name(func: Callable[..., Any]) -> tuple[str, bool, bool]:
-    """The name of a function, whether it draws random numbers, whether it writes in place."""
+def _name(func: Callable[..., Any]) -> tuple[str, bool, bool, bool]:
+    """A function's name, and whether a trace knows it, it draws random numbers, and it writes in place."""
     name: str = func.__name__
     if getattr(func, "__module__", "") == "_operator":  # from torch.export
         name = f"__{name.strip('_')}__"
     if name == "where" and func is not torch.where:  # the method has another order of arguments
         name = METHOD_WHERE
-    return name, draws(name), writes(name)
+    return name, _is_known(name), draws(name), writes(name)
 
 
 def _place(tensor: Any, tensors: Sequence[Tensor]) -> int:
@@ -255,7 +257,8 @@ def _function(name: str) -> Callable[..., Any]:
 
     Raises UnknownOperationError if no trace accepts it: the name may come from a saved program.
     """
-    _check_known(name)
+    if not _is_known(name):
+        raise errors.UnknownOperationError(operation=f"torch.{name}", advice=advice.ELEMENTWISE)
     if name.startswith("__"):  # `torch.__eq__` compares modules
         straight = getattr(operator, name, None)
         if straight is not None:
@@ -274,10 +277,9 @@ def _function(name: str) -> Callable[..., Any]:
     return lambda value, *args, **kwargs: getattr(value, method)(*args, **kwargs)
 
 
-def _check_known(name: str) -> None:
+def _is_known(name: str) -> bool:
     tables = (OF_SCALARS, FUNCTIONS, OF_VECTORS, vars(Proxy))
-    if not name.startswith("__") and name != METHOD_WHERE and not any(name in table for table in tables):
-        raise errors.UnknownOperationError(operation=f"torch.{name}", advice=advice.ELEMENTWISE)
+    return name.startswith("__") or name == METHOD_WHERE or any(name in table for table in tables)
 
 
 @lru_cache(1024)
