@@ -32,7 +32,8 @@ from flexmod.runtime.private_torch import enable_torch_function
 
 NUMPY_RANDOM = "numpy.random", 0
 GENERATORS = {"Generator": "bit_generator", "RandomState": "_bit_generator"}
-TRACED_CLASS = re.compile(r"\b(TracedValue|Proxy|CaptureView)\b")
+# the context of a torch.autograd.Function does not name the class
+TRACED_CLASS = re.compile(r"\b(TracedValue|Proxy|CaptureView)\b|accepts? variable")
 
 
 @dataclass(frozen=True, eq=False)

@@ -663,6 +663,22 @@ def cond_of_torch(s, b, h, q, k):
     return torch.cond(q >= k, torch.tanh, torch.sin, (s,))  # <-
 
 
+class Marking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.mark_non_differentiable(seen)
+        return torch.where(seen, x, 0.0)
+
+
+@row(
+    errors.UnknownOperationError,
+    *called("mark_non_differentiable only accepts variable arguments, but got "),
+    kind="score",
+)
+def function_that_marks_its_inputs(s, b, h, q, k):
+    return Marking.apply(s, q >= k)  # <-
+
+
 # parts without gradient
 
 WITHOUT_GRADIENT = (
