@@ -39,7 +39,7 @@ FINITE = {
     "ir.graph._input": "inputs and dtypes",
     "ir.ops._promoted": "dtypes",
     "runtime.private_torch.ask_modes_of_unary_operators": "nothing",
-    "runtime.private_torch.turn_gradients_off_in_functions": "nothing",
+    "runtime.private_torch.correct_recorded_values": "nothing",
     "runtime.private_torch.linear_on_cpu": "nothing",
     "backends.products._has_quick_product": "nothing",
     "codegen.device_functions.module_text": "files of device functions",

@@ -65,7 +65,7 @@ class Recorder(TorchFunctionMode):
 
     The mod sees tensors of one element, known by their identity. They have more dimensions than any other
     tensor, and so has every result that was computed from one without the recorder. A short vector has its
-    own dimensions before and after those: TorchDynamo reads `x.shape[0]` and `x.shape[-1]` by itself.
+    own dimensions before those.
     """
 
     def __init__(self, kind: str, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class Recorder(TorchFunctionMode):
             if isinstance(result, Tensor) and result.dim() and not own:
                 result = result.to(self._called(func, args, kwargs, scalars=True).dtype)
         if isinstance(result, Tensor):
-            result = result.new_empty((*result.shape, *SHAPE, *result.shape) if result.dim() else SHAPE)
+            result = result.new_empty((*result.shape, *SHAPE))
         self.values.append(result)
         return result
 
@@ -142,8 +142,6 @@ class Recorder(TorchFunctionMode):
                 self.captured.append(value)
             return ("captured", place)
         if isinstance(value, (tuple, list)):
-            if isinstance(value, torch.Size) and value == SHAPE:  # of an index: ()
-                return ("tuple", ())
             form = "list" if isinstance(value, list) else "tuple"
             return (form, tuple([self.noted(entry) for entry in value]))
         # TorchDynamo makes tensors of numpy's numbers, which have other dtypes beside them: the graph breaks
@@ -205,7 +203,7 @@ def _ones(value: Any, device: torch.device, scalar: bool = False) -> Any:
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     shape, most = tensor.shape, len(SHAPE)
-    return shape[(len(shape) + most) // 2 :] if len(shape) >= most else shape
+    return shape[:-most] if len(shape) >= most else shape
 
 
 def _element(tensor: Tensor, index: Any) -> Tensor:

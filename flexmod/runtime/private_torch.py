@@ -292,7 +292,7 @@ def let_modes_change(let: bool) -> None:
     translator = _translator()
     if translator is not None:
         ask_modes_of_unary_operators()
-        turn_gradients_off_in_functions()
+        correct_recorded_values()
         translator.output.current_tracer.allow_side_effects_in_hop = let
 
 
@@ -319,20 +319,33 @@ RECORDED_DIMENSIONS = 12  # of a recorded mod's values, more than other tensors 
 
 
 @cache
-def turn_gradients_off_in_functions() -> None:
-    """Turns gradients off in a torch.autograd.Function's forward on values of a recorded mod, as torch does.
+def correct_recorded_values() -> None:
+    """Makes TorchDynamo treat the values of a recorded mod as torch treats a mod's values.
 
-    TorchDynamo runs that forward as a part of the mod, and the recorder would miss the Function.
+    It runs the forward of a torch.autograd.Function as a part of the mod, and the recorder would miss the
+    Function: torch turns gradients off there. It answers `x.shape` and `x.ndim` by itself: the recorder
+    knows the shape that the mod means.
     """
+    from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-    plain = AutogradFunctionVariable.call_apply
+    def recorded(*values: Any) -> bool:
+        if innermost_mode_name() != "Recorder":
+            return False
+        return any((getattr(value, "ndim", None) or 0) >= RECORDED_DIMENSIONS for value in values)
+
+    def asking(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
+        return lambda self, tx: self.call_method(tx, method, [], {}) if recorded(self) else plain(self, tx)
+
+    for attribute, method in (("shape", "size"), ("ndim", "dim")):
+        plain = getattr(TensorVariable, f"method_attr_{attribute}")
+        setattr(TensorVariable, f"method_attr_{attribute}", asking(plain, method))
+
+    plain_apply = AutogradFunctionVariable.call_apply
 
     def apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        dimensions = [getattr(arg, "ndim", None) or 0 for arg in (*args, *kwargs.values())]
-        recorded = max(dimensions, default=0) >= RECORDED_DIMENSIONS and innermost_mode_name() == "Recorder"
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not recorded):
-            return plain(self, tx, args, kwargs)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not recorded(*args, *kwargs.values())):
+            return plain_apply(self, tx, args, kwargs)
 
     AutogradFunctionVariable.call_apply = apply  # type: ignore[method-assign]
 
