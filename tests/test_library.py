@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -743,6 +744,39 @@ def test_what_a_mod_may_not_do_keeps_its_class() -> None:
     without_dimensions = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=LENGTH)
     with pytest.raises(errors.BlockMaskPartsError, match="attention takes"):
         torch.compile(attend, backend="eager")(*inputs(), None, without_dimensions)
+
+
+def test_what_a_mask_mod_may_not_do_keeps_its_class() -> None:
+    """As for a score mod; TorchDynamo compiles none of the functions that name the mistake."""
+
+    def unknown(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx.split(1)[0] >= kv_idx
+
+    def draws(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx >= kv_idx) & (torch.rand(()) > 0.5)
+
+    for mod, error, instead in (
+        (unknown, errors.UnknownOperationError, "write it with elementwise operations"),
+        (draws, errors.RandomNumberError, "draw them before the call"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=instead):
+            torch.compile(create_block_mask, backend="eager", fullgraph=True)(mod, 1, 1, 64, 64, CPU)
+        for function in (create_block_mask, lambda *x: create_block_mask(*x).to_dense()):
+            with pytest.raises(error, match=r"at .*test_library\.py"), warnings.catch_warnings():
+                warnings.simplefilter("error")
+                torch.compile(function, backend="eager")(mod, 1, 1, 64, 64, CPU)
+
+
+def test_a_mask_mod_that_torch_dynamo_hides_breaks_the_graph() -> None:
+    def hidden(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (nn.functional.sigmoid(q_idx - 30.0) > 0.5) & (kv_idx < q_idx)
+
+    def run(*x: Tensor) -> Tensor:
+        return attend(*x, None, create_block_mask(hidden, None, None, LENGTH, LENGTH, CPU))
+
+    case = inputs()
+    close(torch.compile(run, backend="eager")(*case), run(*case))
 
 
 def test_a_mask_made_inside_is_the_mask() -> None:
