@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import keyword
@@ -11,7 +12,6 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -31,7 +31,8 @@ EXAMPLES = {
 SEARCHED = 1000  # values to search at most for the names of captured tensors
 
 _FLEXMOD = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_NOT_THE_USER = (_FLEXMOD + os.sep, os.path.dirname(os.path.abspath(torch.__file__ or "")) + os.sep)
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__ or ""))
+_NOT_THE_USER = (_FLEXMOD + os.sep, _TORCH + os.sep, contextlib.__file__)  # runs their `with` blocks
 _LIBRARY_MODS = tuple(os.path.join(_FLEXMOD, name) + os.sep for name in ("masks", "mods"))
 
 
@@ -180,7 +181,7 @@ def capture_names(
     """
     found = dict(given or {})
     left = {id(t) for t in tensors} - found.keys()
-    with suppress(Exception):  # a user's object may raise an error when it is searched
+    with contextlib.suppress(Exception):  # a user's object may raise an error when it is searched
         for name, tensor in reached(mod, _may_hold_tensors) if left else ():
             found.setdefault(id(tensor), name)
             left.discard(id(tensor))
@@ -257,7 +258,7 @@ def near(value: Any) -> Iterator[tuple[str, Any]]:
 def _near_function(function: Any) -> Iterator[tuple[str, Any]]:
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # an empty cell
+        with contextlib.suppress(ValueError):  # an empty cell
             yield name, cell.cell_contents
     if is_users(code.co_filename):  # globals of torch's functions are not the user's captures
         yield from ((n, function.__globals__[n]) for n in code.co_names if n in function.__globals__)

@@ -1666,6 +1666,12 @@ def test_gradients_are_missed_in_every_state_of_the_caller(state: Callable[[], A
             trace(ROWS["under_no_grad"].mod, "score")
 
 
+def test_a_mod_without_a_line_of_its_own() -> None:
+    """The line of the call is named."""
+    with pytest.raises(errors.UnknownOperationError, match=r"test_trace_errors\.py:\d+: trace\("):
+        trace(torch.vmap(lambda s, b, h, q, k: s * 2), "score")
+
+
 def test_unknown_keywords_of_composed_functions() -> None:
     with pytest.raises(
         errors.OperationArgumentError, match="contiguous was called with arguments that it does not take"
