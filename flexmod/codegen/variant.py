@@ -94,8 +94,8 @@ def variant(
     """
     _check(dtype, head_dim, value_dim, block_size)
     spec = spec_for(dtype, head_dim, value_dim, block_size, **facts)
-    traced = trace(score_mod, "score") if score_mod else None
-    return of_traces(traced, trace(mask_mod, "mask") if mask_mod else None, spec, extents)
+    traced = trace(score_mod, "score") if score_mod is not None else None
+    return of_traces(traced, trace(mask_mod, "mask") if mask_mod is not None else None, spec, extents)
 
 
 def _check(dtype: object, head_dim: object, value_dim: object, block_size: object) -> None:

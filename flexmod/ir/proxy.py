@@ -264,7 +264,7 @@ class Tracer:
             tensor_kinds.check_class(self.name_of(tensor), tensor)
 
     def name_of(self, tensor: torch.Tensor) -> str:
-        return capture_names(self.mod, [tensor])[0] if self.mod else "captured0"
+        return capture_names(self.mod, [tensor])[0] if self.mod is not None else "captured0"
 
     def capture_specs(self) -> tuple[Capture, ...]:
         if not self.tensors or self.mod is None:

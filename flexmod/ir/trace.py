@@ -135,7 +135,7 @@ def watching(tracer: Tracer) -> Iterator[None]:
 
 def _result(tracer: Tracer, value: Any, kind: str) -> Node:
     """Converts the user's result to a Node: bool for a mask, float32 for a score."""
-    mod = f"{kind}_mod {mod_name(tracer.mod)}" if tracer.mod else f"{kind}_mod"
+    mod = f"{kind}_mod {mod_name(tracer.mod)}" if tracer.mod is not None else f"{kind}_mod"
     if not isinstance(value, (TracedValue, torch.Tensor)) and plain_number(value) is None:
         raise errors.NoResultError(
             mod=mod, result="None" if value is None else a_type(value),

@@ -150,7 +150,7 @@ def standalone(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size,
         extents=EXTENTS, mask_form="lists", shared_kv=True,
     )  # fmt: skip
-    quoted = quotes([mod for mod in (score_mod, mask_mod) if mod])
+    quoted = quotes([mod for mod in (score_mod, mask_mod) if mod is not None])
     return File(made, quoted, target, tiles=dict(tiles or {})).text()
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmod.codegen.variant import variant
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.source import mod_kind
 from flexmod.ir.trace import trace
@@ -350,6 +351,20 @@ def test_mods_that_pass_their_arguments_on(mod: Callable[..., Any]) -> None:
     """As a decorator's function does; torch's score_mod may do so too."""
     check(mod, "mask")
     check(lambda score, *positions: torch.where(mod(*positions), score, 0.0), "score")
+
+
+class Tables(torch.nn.ModuleList):
+    """A mod that Python takes for False, as any container without entries."""
+
+    def forward(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + GLOBAL_BIAS[kv_idx]
+
+
+@pytest.mark.parametrize("mod", [Tables(), torch.compile(Tables(), backend="eager")], ids=["empty", "graph"])
+def test_the_truth_of_a_mod_is_not_asked_for(mod: Callable[..., Any]) -> None:
+    """An object of torch.compile has a length, which raises."""
+    check(mod, "score")
+    assert variant(mod).score is not None
 
 
 def test_score_mods_are_told_from_mask_mods() -> None:
