@@ -252,6 +252,30 @@ ROUTES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("options", [None, INTERPRET, REFERENCE], ids=str)
+def test_nothing_is_recorded_in_inference_mode_with_gradients_enabled(options: Any, first: bool) -> None:
+    """As by torch's own operations; calls before and after, of the same kinds, are recorded."""
+    tensors, slopes = qkv(), torch.rand(2, requires_grad=True)
+    attend = flexmod.compile(lambda s, b, h, i, j: s + slopes[h] * j, kernel_options=options)
+
+    def results() -> list[Tensor]:
+        mask = create_block_mask(lambda b, h, i, j: i >= j * slopes[0], None, None, LENGTH, LENGTH, "cpu")
+        mod = attend._mods["score"]
+        return [attend(*tensors), flex_attention(*tensors, mod, mask, kernel_options=options)]
+
+    if not first:
+        attend(*tensors).sum().backward()
+    with torch.inference_mode(), torch.enable_grad():
+        found = results()
+    assert not any(result.requires_grad for result in found)
+    with torch.no_grad():
+        for result, wanted in zip(found, results(), strict=True):
+            torch.testing.assert_close(result, wanted, rtol=0, atol=0)
+    attend(*tensors).sum().backward()
+    assert slopes.grad is not None
+
+
 @ROUTES
 @pytest.mark.parametrize("place", ["query", "value", "captured by score_mod", "number", "mask_mod", "all"])
 def test_fake_tensors_beside_real_ones_are_named(route: str, options: Any, place: str) -> None:

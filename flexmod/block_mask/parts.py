@@ -269,7 +269,7 @@ def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
     for a capture that requires a gradient, if gradients are recorded.
     """
     traced = unwrapped(remembered(mask_mod, "mask", device))
-    for number in used_captures(traced.graph.nodes) if torch.is_grad_enabled() else ():
+    for number in used_captures(traced.graph.nodes) if tensor_kinds.records_gradients() else ():
         if traced.tensors[number].requires_grad:
             line = line_of_load(traced.graph.nodes, number)
             raise errors.MaskCaptureGradientError(name=traced.graph.captures[number].name, where=line)

@@ -196,7 +196,7 @@ def check_captures(traced: Traced, query: Tensor) -> None:
         if not is_host_number(tensor, query.device):
             check_device("query", query, name, tensor.device)
         tensor_kinds.check({name: tensor})
-        if traced.graph.kind == "mask" and tensor.requires_grad and torch.is_grad_enabled():
+        if traced.graph.kind == "mask" and tensor.requires_grad and tensor_kinds.records_gradients():
             line = line_of_load(traced.graph.nodes, number)
             raise errors.MaskCaptureGradientError(name=traced.graph.captures[number].name, where=line)
 

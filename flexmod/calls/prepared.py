@@ -184,8 +184,8 @@ def kinds(query: Any, key: Any, value: Any, options: KernelOptions) -> tuple[obj
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     precision = float32_precision() if query.dtype is torch.float32 else None
     return (
-        of_query, of_key, of_value, torch.is_grad_enabled(), torch.get_default_dtype(), autocast, precision,
-        tuned.state() if options.tiles else None, families_version(),
+        of_query, of_key, of_value, tensor_kinds.records_gradients(), torch.get_default_dtype(), autocast,
+        precision, tuned.state() if options.tiles else None, families_version(),
     )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def _check_and_attend(
             if not reference:
                 tensor_kinds.check_transforms({name.rstrip(","): tensor for name, tensor in named.items()})
         tensors = (query, key, value, *(source.tensors if source else ()))
-        track = torch.is_grad_enabled() and any(map(tensor_kinds.requires_grad, tensors))
+        track = tensor_kinds.records_gradients() and any(map(tensor_kinds.requires_grad, tensors))
         of_mask = () if mask is None else mask.tensors
         dispatched = tensor_kinds.any_dispatched((*tensors, *of_mask))
         traced = TracedCall(query, key, value, source, mask, asked, track)

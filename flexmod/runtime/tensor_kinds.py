@@ -104,6 +104,14 @@ def requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
+def records_gradients() -> bool:
+    """Returns whether autograd records operations: never in inference mode, also with gradients enabled.
+
+    TorchDynamo cannot trace it.
+    """
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 def check_transforms(tensors: Mapping[str, object]) -> None:
     """Checks the tensors of a call; ignores objects that are no tensors, which other checks refuse.
 
