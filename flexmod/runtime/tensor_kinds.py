@@ -311,11 +311,9 @@ def _described(name: str, tensor: Tensor) -> tuple[str, str]:
     first = name.split(",")[0]
     it = first if first.replace(".", "_").isidentifier() else "it"
     if keys & _PYTHON:
-        plain = "the tensor inside of it"
-        for method in ("to_local", "full_tensor", "wait", "dequantize"):
-            if getattr(type(tensor), method, None) is not getattr(Tensor, method, None):
-                plain = f"{it}.{method}()"
-                break
+        methods = ("to_local", "full_tensor", "wait", "dequantize")
+        own = [x for x in methods if getattr(type(tensor), x, None) is not getattr(Tensor, x, None)]
+        plain = " or ".join(f"{it}.{method}()" for method in own) or "the tensor inside of it"
         return f"of the class {kind}, which alone can reach its elements", plain
     of_functionalization = "a tensor of functionalization", " outside of torch.func.functionalize"
     rows = (
