@@ -41,7 +41,7 @@ from flexmod.runtime.plan import Extent, PlanWriter, cdiv, product
 
 # The largest side of a tile, and a multiple of which the sizes of tables are: pointers and strides keep their
 # alignment, for which Triton compiles.
-PAD, ALIGNED = 512, 16
+PAD, ALIGNED = 256, 16
 BLOCK = 256  # places that a program computes
 # Costs of operations, in loads; of those in no row here, by `expressions.expensive`.
 COSTS = {"load": 1, "exp": 1, "exp2": 1, "sin": 6, "cos": 6, "tan": 6}
