@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, NoReturn
 
@@ -79,6 +79,10 @@ class TracedValue:
 
     def __len__(self) -> int:
         return int(self.shape[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the entries of the first dimension. Python's own iteration ends at an IndexError."""
+        return (self[n] for n in range(self.shape[0] if self.shape else 1))  # type: ignore[index]
 
     def __bool__(self) -> bool:
         where = user_line()

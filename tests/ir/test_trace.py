@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flexmod import errors
 from flexmod.codegen.variant import variant
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.source import mod_kind
@@ -206,6 +207,14 @@ CAPTURES: dict[str, Callable[..., Any]] = {
     "numbers of captures": lambda s, b, h, q, k: s + heads.shape[0] + docs.numel(),
 }
 PARAMETER = torch.nn.Parameter(torch.linspace(0, 1, 3))
+
+
+def test_unpacking_makes_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of an iteration is none: from Python 3.12 on, an error that Python catches has a traceback,
+    as one has that a mod catches."""
+    monkeypatch.setattr(errors, "CaptureIndexError", None)
+    check(CAPTURES["unpacked"], "score")
+    check(lambda s, b, h, q, k: s + sum(row * 2 for row in intervals[q % 3]), "score")
 
 
 @pytest.mark.parametrize("mod", CAPTURES.values(), ids=CAPTURES)
