@@ -6,7 +6,7 @@ M + N - 1 different values for each head. `distance_kernel` fills a table of the
     [B, HQ, length]     by kv_idx - q_idx; without B or HQ if the values read no b or no h
 
 The other kernels load from it as from a captured tensor, from the place of distance 0 on. They check no
-index: a table also has places for positions in the padding of tiles.
+index: a table also has places for positions in the padding of tiles and of the mask's blocks.
 
 For distance d the kernel evaluates the score_mod's own nodes, at kv_idx = max(d, 0) and q_idx = max(-d, 0).
 So the bounds of positions hold there too, and results have the same bits.
@@ -39,8 +39,8 @@ from flexmod.ir.graph import (
 from flexmod.ir.ops import strong
 from flexmod.runtime.plan import Extent, PlanWriter, cdiv, product
 
-# The largest side of a tile, and a multiple of which the sizes of tables are: pointers and strides keep their
-# alignment, for which Triton compiles.
+# At least the largest side of a tile, and a multiple of which the sizes of tables are: pointers and strides
+# keep their alignment, for which Triton compiles.
 PAD, ALIGNED = 256, 16
 BLOCK = 256  # places that a program computes
 # Costs of operations, in loads; of those in no row here, by `expressions.expensive`.
@@ -173,7 +173,8 @@ def with_tables(
     if made is None:
         return captured
     batch, heads, length, keys = extents
-    pad = max([PAD, *(value for name, value in kernels.options.items() if "BLOCK" in name)])
+    sides = [value for name, value in kernels.options.items() if "BLOCK" in name]
+    pad = max([PAD, *sides, *(kernels.spec.mask_block or ())])  # kernels walk each block to its end
     middle = cdiv(length, ALIGNED) * ALIGNED + pad
     size = middle + cdiv(keys, ALIGNED) * ALIGNED + pad
     entries = [extent for name, extent in (("b", batch), ("h", heads)) if name in made.reads]

@@ -168,7 +168,7 @@ def test_a_number_that_changes_is_an_argument() -> None:
         torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def test_a_table_has_room_for_the_padding_of_every_tile() -> None:
+def test_a_table_has_room_for_the_padding_of_every_tile_and_block() -> None:
     made = variant(buckets, head_dim=64)
     for direction in ("forward", "backward"):
         for family in families.families():
@@ -176,10 +176,10 @@ def test_a_table_has_room_for_the_padding_of_every_tile() -> None:
             for name in ("forward", "dq", "dkdv"):
                 for rung in kernels.ladder(name):
                     assert max(rung.block_m, rung.block_n) <= PAD
-    wide = variant(buckets, head_dim=16)
-    wide = replace(wide, options=(("BLOCK_N", 2 * PAD),))
-    (launch,) = VariantCall(wide).plan("forward", wide.kernels("forward")).launches("distance")
-    assert str(launch.arguments["middle"]).endswith(str(2 * PAD))
+    wide = replace(variant(buckets, head_dim=16), options=(("BLOCK_N", 2 * PAD),))
+    for other in (wide, variant(buckets, masks.causal(), block_size=(128, 2 * PAD))):
+        (launch,) = VariantCall(other).plan("forward", other.kernels("forward")).launches("distance")
+        assert str(launch.arguments["middle"]).endswith(str(2 * PAD))
 
 
 def test_calls_that_have_few_pairs_compute_them() -> None:
