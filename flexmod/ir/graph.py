@@ -390,7 +390,7 @@ def as_int(value: object) -> int | None:
     """An integer of any library as an int; None for anything else, and for bools."""
     if isinstance(value, (int, torch.SymInt)):  # unchanged: `operator.index` would fix a symbolic length
         return None if isinstance(value, bool) else value  # type: ignore[return-value]
-    if isinstance(value, str):  # TorchDynamo of torch 2.11 does not catch the TypeError
+    if isinstance(value, str):  # not every TorchDynamo catches the TypeError
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
