@@ -75,8 +75,12 @@ def split(graph: Graph, largest: int, learned: Collection[int] = (), *, backward
     if not roots:
         return Split(graph, None, graph)
     functions, rest = graph.of(roots), _loading(graph, roots)
-    reads_learned = any(node.op == "load" and node.value in learned for node in functions.nodes)
-    return Split(rest, functions, graph if reads_learned else rest)
+    loads = [node for node in graph.nodes if node.op == "load" and node.value in learned]
+    of_loads = {*loads, *arguments_first([index for load in loads for index in load.args])}
+    of_functions = {*functions.nodes}
+    # the sums of gradients follow the indices as they were
+    as_it_was = any(load in of_functions for load in loads) or any(root in of_loads for root in roots)
+    return Split(rest, functions, graph if as_it_was else rest)
 
 
 def _derivative_is_costly(graph: Graph, learned: Collection[int]) -> bool:

@@ -113,6 +113,23 @@ def test_a_derivative_that_needs_the_values_keeps_learned_loads() -> None:
     assert said(found.functions) == "cast cast sub mul cos" and found.derived is found.graph
 
 
+def test_indices_of_learned_loads_decide_the_sums_of_their_gradients() -> None:
+    """A table by distance would be summed along diagonals, a distance of floats by element."""
+    learned = torch.linspace(-1, 1, 80).view(4, 20).requires_grad_()
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + torch.tanh(learned[h, (torch.sin(q.float() - k.float()) * 8 + 10).int()])
+
+    found = split(lowered(mod), LARGEST_ON_LINE, [0], backward=True)
+    assert said(found.functions) == "cast cast sub sin mul add cast" and found.derived is not found.graph
+    case, gradients = make_case(heads=4, q_len=40), []
+    for dtype, options in ((torch.float32, INTERPRET), (torch.float64, {"BACKEND": "REFERENCE"})):
+        q, k, v, grad_out = (x.to(dtype) for x in (*case.inputs, case.grad_out))
+        out = flex_attention(q, k, v, mod, kernel_options=options)
+        gradients.append(torch.autograd.grad(out, learned, grad_out)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
 def test_float32_rounds_large_positions() -> None:
     graph = lowered(lambda s, b, h, q, k: s + torch.sin(q.float() - k.float()))
     assert split(graph, LARGEST_ON_LINE).functions is not None
