@@ -156,9 +156,11 @@ def with_distances(
 ) -> tuple[Lowered, Lowered, ByDistance | None]:
     """Splits off what a score_mod makes of distances alone, and writes it.
 
-    Returns the score_mod that loads these values, the one to differentiate, and the text.
+    Returns the score_mod that loads these values, the one to differentiate, and the text. Kernels that check
+    indices compute each pair.
     """
-    assert score.graph is not None
+    if score.graph is None or score.checked:
+        return score, score, None
     graph, functions, derived = by_distance.split(
         score.graph, score.largest, grad_captures, backward=backward
     )
@@ -355,7 +357,7 @@ def kernels_for(
     kernel makes their sums. `family`: chips whose instructions the portable kernels may use.
     """
     derived, of_distances = score, None
-    if score and score.graph and not (score.checked or spec.short or spec.decoding):
+    if score and not (spec.short or spec.decoding):
         score, derived, of_distances = with_distances(score, grad_captures, spec.backward)
     score_text = score.text if score else None
     mask_text = mask.text if mask else None

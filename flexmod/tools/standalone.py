@@ -172,7 +172,7 @@ class File:
         score, mask = v.score, v.mask
         graph = score.graph if score else None
         derived, distances = score, None
-        if score and graph:
+        if score:
             score, derived, distances = with_distances(score, v.learned, v.spec.backward)
         self.terms: list[GradientTerm] = []
         self.captures = NO_CAPTURES

@@ -158,7 +158,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("lengths", [(70, 70), (1, 70), (70, 1), (33, 75)], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_bits(name: str, lengths: tuple[int, int], switch: Any) -> None:
-    """They are those of a call that computes the functions for each pair: kernels that check indices do."""
+    """A call that computes each pair has the same bits. Kernels that check indices compute each pair."""
     case = make_case(batch=2, heads=4, kv_heads=2, q_len=lengths[0], kv_len=lengths[1])
     mask = create_block_mask(masks.prefix_lm(40), None, None, *lengths, device="cpu", BLOCK_SIZE=32)
     found = []
@@ -200,7 +200,7 @@ def test_a_table_has_room_for_the_padding_of_every_tile_and_block() -> None:
 
 
 def test_calls_that_have_few_pairs_compute_them() -> None:
-    """Short ones, and those of few queries, which read each key once."""
+    """Short calls, and calls of few queries, which read each key once."""
     for facts in ({"short": 64}, {"decoding": Decoding(1, 16, False)}):
         assert variant(buckets, **facts).kernels("forward").by_distance is None
     assert variant(buckets).kernels("forward").by_distance is not None
