@@ -122,6 +122,33 @@ def test_torch_compile_of_flex_attention(compiled: Any, library: str) -> None:
             assert torch.equal(a, b)
 
 
+def test_a_default_that_changes_is_seen_where_torch_guards_none(compiled: Any) -> None:
+    """The mod's own, that of a function it calls, and a mask's; torch's option stays as it was."""
+    config = torch._dynamo.config
+    masked = compiled(lambda mask_mod: create_block_mask(mask_mod, 1, 1, 40, 40, "cpu", 16).to_dense())
+    attention, case = compiled(flex_attention), inputs()
+    with config.patch(skip_guards_on_constant_func_defaults=True):
+        for slope in (0.1, 0.2, 3.0):
+
+            def scaled(x: Any, by: float = slope) -> Any:
+                return by * x
+
+            def own(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, by: float = slope) -> Any:
+                return score + by * (kv_idx - q_idx)
+
+            def inner(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+                return score + scaled(kv_idx - q_idx)
+
+            def near(b: Any, h: Any, q_idx: Any, kv_idx: Any, by: float = 9 * slope) -> Any:
+                return q_idx - kv_idx >= by
+
+            for mod in (own, inner):
+                assert torch.equal(attention(*case, mod), flex_attention(*case, mod))
+            expected = create_block_mask(near, 1, 1, 40, 40, "cpu", 16).to_dense()
+            assert torch.equal(masked(near), expected)
+            assert config.skip_guards_on_constant_func_defaults
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_torch_compile_of_a_function_that_calls_it(compiled: Any) -> None:
     table = torch.linspace(-1, 1, 40)

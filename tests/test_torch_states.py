@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import operator
 import pickle
 from collections.abc import Callable, Iterator
@@ -330,7 +331,18 @@ def test_a_scale_that_is_no_number_is_named(route: str, options: Any, scale: Any
         attend(*[tensor.detach() for tensor in qkv()])
 
 
-@pytest.mark.parametrize("mod", [dict, max, torch.where, partial(max, 1), operator.itemgetter(0), int])
+def unnamed() -> Any:
+    """A function in C that names no arguments, as newer Pythons show operator.itemgetter."""
+    mod = partial(operator.neg)
+    places = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    named = [inspect.Parameter(f"rest{place}", kind) for place, kind in enumerate(places)]
+    mod.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return mod
+
+
+@pytest.mark.parametrize(
+    "mod", [dict, max, torch.where, partial(max, 1), operator.itemgetter(0), int, unnamed()]
+)
 def test_what_has_no_signature_is_named(mod: Any) -> None:
     for use in (
         lambda: flex_attention(*qkv(), score_mod=mod),

@@ -43,7 +43,12 @@ from flexmod.ir.trace import Traced, trace
 from flexmod.ir.vectors import NAMES as OF_VECTORS
 from flexmod.ir.vectors import converting_row, reduces
 from flexmod.runtime.locks import Lock
-from flexmod.runtime.private_torch import RECORDED_DIMENSIONS, assume_constant, let_modes_change
+from flexmod.runtime.private_torch import (
+    RECORDED_DIMENSIONS,
+    assume_constant,
+    guard_defaults,
+    let_modes_change,
+)
 
 METHOD_WHERE = "where of a tensor"
 GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the number of its graph
@@ -51,7 +56,7 @@ SHAPE = (1,) * RECORDED_DIMENSIONS
 PASSED_ON = ("__get__", "__repr__", "__format__")  # reads of attributes like dtype, and texts
 OPERATORS = {"__rdiv__": "__truediv__"}
 PUBLIC_NAMES = {"log_sigmoid": "logsigmoid"}  # of functions whose __name__ is another
-METADATA = ("size", "dim", "ndimension", "__len__", "is_floating_point")
+METADATA = ("size", "dim", "ndimension", "__len__", "is_floating_point", "stride", "storage_offset")
 FORMS: dict[str, Callable[..., Any]] = {"tuple": tuple, "list": list}
 Numbers = tuple[Sequence[int], Sequence[float]]
 Step = tuple[str, Any, tuple[tuple[str, Any], ...], bool]
@@ -144,8 +149,10 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, (tuple, list)):
             form = "list" if isinstance(value, list) else "tuple"
             return (form, tuple([self.noted(entry) for entry in value]))
-        # TorchDynamo makes tensors of numpy's numbers, which have other dtypes beside them: the graph breaks
-        if type(value).__module__ == "numpy" and not torch.compiler.is_dynamo_compiling():
+        if type(value).__module__ == "numpy":
+            # TorchDynamo makes tensors of numpy's numbers, which have other dtypes beside them
+            if torch.compiler.is_dynamo_compiling():
+                raise errors.InGraphModError()
             value = plain_number(value)
         # the operation takes no symbols but integers: TorchDynamo guards other values where they decide
         # something, and breaks the graph for values of tensors
@@ -359,6 +366,7 @@ class Recorded:
 def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded:
     """Records a mod inside TorchDynamo or torch.export. Raises RandomNumberError, MutationError."""
     recorder = Recorder(kind, device)
+    guard_defaults()
     let_modes_change(True)
     with recorder:
         let_modes_change(False)

@@ -76,7 +76,10 @@ def line_of(mod: Callable[..., Any] | None, text: str | None = None) -> Where | 
 
 
 def positional_count(mod: Callable[..., Any]) -> int:
-    """How many positional arguments without defaults a mod takes."""
+    """How many positional arguments without defaults a mod takes.
+
+    Raises TypeError or ValueError for what is not written in Python and does not name its arguments.
+    """
     if isinstance(mod, torch.nn.Module):
         mod = mod.forward
     call: Any = mod if inspect.isfunction(mod) else type(mod).__call__
@@ -85,6 +88,10 @@ def positional_count(mod: Callable[..., Any]) -> int:
         return call.__code__.co_argcount - len(call.__defaults__ or ()) - (call is not mod)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(mod).parameters.values()
+    inner = inspect.unwrap(mod.func if isinstance(mod, functools.partial) else mod)
+    unnamed = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    if unnamed and not inspect.isfunction(call) and not hasattr(inner, "__code__"):
+        raise ValueError(mod)
     return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
 
 

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -294,6 +294,20 @@ def let_modes_change(let: bool) -> None:
         ask_modes_of_unary_operators()
         correct_recorded_values()
         translator.output.current_tracer.allow_side_effects_in_hop = let
+
+
+@assume_constant
+def guard_defaults() -> None:
+    """Has TorchDynamo guard defaults of arguments until its trace ends: `def mod(..., by=slope)` in a loop.
+
+    torch has an option that skips such guards, and some versions have it on.
+    """
+    from torch._dynamo import config
+
+    translator, name = _translator(), "skip_guards_on_constant_func_defaults"
+    if translator is not None and getattr(config, name, False):
+        setattr(config, name, False)
+        translator.output.add_cleanup_hook(partial(setattr, config, name, True))
 
 
 @cache

@@ -42,6 +42,7 @@ _READABLE = _bits(
 _PYTHON = _bits("Python") & ~_bits("CPU", "CUDA")
 # tensors for torch.ops.flexmod.attention: subclasses with __torch_dispatch__, functionalized tensors, zeros
 # without storage
+_MIXED_TEXTS = ("got mixed torch.Tensor and", "Cannot find device mesh")  # torch of a DTensor beside others
 _DISPATCHED = _PYTHON | _bits("Functionalize", "ZeroTensor")
 
 
@@ -182,8 +183,8 @@ def naming_mixed(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        if "got mixed torch.Tensor and" not in str(error):
+    except (RuntimeError, ValueError) as error:
+        if not any(text in str(error) for text in _MIXED_TEXTS):
             raise
         name, tensor = next((n, t) for n, t in tensors.items() if _keys(t) & _PYTHON)
         kind, advice = _described(name, tensor)

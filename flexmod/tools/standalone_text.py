@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -170,7 +171,7 @@ def quotes(mods: Sequence[Callable[..., Any]], numbers: bool = True) -> list[lis
 def _source(function: Callable[..., Any]) -> list[str]:
     try:
         lines = textwrap.dedent(inspect.getsource(function)).rstrip().splitlines()
-    except (OSError, TypeError):
+    except (OSError, TypeError, ValueError, tokenize.TokenError):  # not at hand, or not text
         lines = []
     return lines or [f"{function.__qualname__}: its source is not at hand"]
 
