@@ -43,7 +43,9 @@ block_mask.tiles block_mask.parts block_mask.storage
 block_mask.selection block_mask.refine
 block_mask.data block_mask.combine block_mask.facts block_mask.pictures
 block_mask.format
-codegen.spec codegen.kernels
+codegen.spec
+codegen.ladder
+codegen.kernels
 runtime.gluon codegen.device_functions
 codegen.expressions
 codegen.triton_text codegen.term_text codegen.builder_text codegen.by_distance

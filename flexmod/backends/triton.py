@@ -32,6 +32,7 @@ from flexmod.backends.captured import sums_along_diagonals, sums_of_elements
 from flexmod.backends.options import PORTABLE
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
+from flexmod.codegen.ladder import short_length
 from flexmod.codegen.spec import (
     FLOAT8,
     LARGE,
@@ -85,23 +86,22 @@ def kernel_spec(
         backward=backward,
         out_dtype=None if out_dtype is q.dtype else out_dtype,
         value_scale=problem.value_scale is not None,
-        short=short_length(q, k, v, dict(problem.options), "backward" if backward else "forward"),
+        short=_short(q, k, v, problem, "backward" if backward else "forward"),
         decoding=few,
     )
 
 
-def short_length(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], direction: Direction) -> int:
-    """Returns the length up to which a call counts as short, or 0 if it does not.
+def _short(q: Tensor, k: Tensor, v: Tensor, problem: Problem, direction: Direction) -> int:
+    """Returns the length up to which a call counts as short, or 0 if it does not, see `codegen/ladder.py`.
 
-    Small tiles, of which several share a processor, take less time for it on an H200. A call in another dtype
-    than a half type, or with kernel option TEMPLATE or tuned, is not short.
+    A call in another dtype than a half type, or with kernel option TEMPLATE or tuned, is not short.
     """
+    options = dict(problem.options)
     asked = template(options, direction) != "auto" or option(options, direction, "tuned", False)
     if asked or q.dtype not in HALF:
         return 0
     longest, widest = max(q.shape[2], k.shape[2]), max(q.shape[3], v.shape[3])
-    lengths, largest = ((64, 128), 8192) if direction == "backward" else ((64,), 4096)
-    return next((length for length in lengths if longest <= length and length * widest <= largest), 0)
+    return short_length(longest, widest, direction, problem.mask is not None)
 
 
 @lru_cache(cache.KEPT)

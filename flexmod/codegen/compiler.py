@@ -357,7 +357,8 @@ def kernels_for(
     kernel makes their sums. `family`: chips whose instructions the portable kernels may use.
     """
     derived, of_distances = score, None
-    if score and not (spec.short or spec.decoding):
+    few_pairs = 0 < spec.short <= 128 or spec.decoding is not None
+    if score and not few_pairs:
         score, derived, of_distances = with_distances(score, grad_captures, spec.backward)
     score_text = score.text if score else None
     mask_text = mask.text if mask else None

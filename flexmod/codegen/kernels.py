@@ -51,7 +51,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flexmod.codegen.spec import KernelName, KernelSpec, Limits, Tile, ladder
+from flexmod.codegen.ladder import ladder
+from flexmod.codegen.spec import KernelName, KernelSpec, Limits, Tile
 from flexmod.errors import CaptureBoundsError, Where
 from flexmod.ir.derivative import Along
 from flexmod.ir.exponents import is_small
@@ -375,11 +376,12 @@ class Kernels:
         return self.score is not None and self.score.small
 
     def ladder(self, kernel: KernelName) -> tuple[Tile, ...]:
-        """The tiles to try; see `spec.ladder`."""
+        """The tiles to try; see `codegen/ladder.py`."""
         if kernel not in self._ladders:
             by_column = any(mod is not None and mod.column_values for mod in (self.score, self.mask))
             waits = self.score is not None and self.score.waits_for_score
-            self._ladders[kernel] = ladder(self.spec, kernel, self.options, by_column, waits)
+            busy = self.score is not None and "element" in self.score.expensive
+            self._ladders[kernel] = ladder(self.spec, kernel, self.options, by_column, waits, busy)
         return self._ladders[kernel]
 
     def mod_arguments(

@@ -1,9 +1,9 @@
-"""The facts that determine a kernel's text (KernelSpec), and its tile sizes to try (ladder), best first.
+"""The facts that determine a kernel's text, KernelSpec, and the choice of its tile.
 
 Everything else (lengths, head counts, strides, the scale's size, captured sizes) is a run-time argument.
 
-`choose` chooses a kernel's tile from a ladder: the same search for every family, in launches and ahead of
-time.
+`choose` chooses a kernel's tile from a ladder, the tile sizes to try: the same search for every family, in
+launches and ahead of time.
 
 Each rung is compiled and judged, and none runs. The search takes the first rung that passes, or else the best
 acceptable one.
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
-from flexmod.errors import BlockSizeError, OptionValueError
 from flexmod.errors.base import counted
 from flexmod.ir.exponents import is_small
 
@@ -61,7 +60,7 @@ class KernelSpec:
         value_scale         a scale, for the whole tensor or by head, multiplies the values
         pair_tile           the number of a score_mod's capture whose tiles kernels may copy, see
                             `variant.pair_tile`
-        short               a call has at most so many queries and keys, see `triton.short_length`; 0 if
+        short               a call has at most so many queries and keys, see `ladder.SHORT`; 0 if
                             there may be more
         decoding            a call has few queries, see `backends/decoding.py`; None if there may be more
 
@@ -148,12 +147,16 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class Tile:
-    """BLOCK_M queries x BLOCK_N keys at a time, by `warps` warps, with `stages` tiles in flight."""
+    """BLOCK_M queries x BLOCK_N keys at a time, by `warps` warps, with `stages` tiles in flight.
+
+    `passing`: how many registers it may spill, where that is more than the family's limit.
+    """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    passing: int = field(default=0, compare=False)
 
     def arguments(self) -> Mapping[str, int]:
         sides = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
@@ -197,160 +200,6 @@ def padded(dim: int) -> int:
     return max(SMALLEST_TILE, 1 << (dim - 1).bit_length())
 
 
-# Rows are (BLOCK_M, BLOCK_N, warps, stages) by the padded head dimension, the wider of q's and v's. A list
-# begins with the fastest tile and continues with tiles for less shared memory: 99 KB on small cards, 64 KB on
-# AMD's. One stage costs registers if operands pass through them, so two stages of a smaller tile come first.
-_Table = dict[KernelName, dict[int, tuple[tuple[int, int, int, int], ...]]]
-_HALF: _Table = {
-    "forward": {
-        64: ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1)),
-        128: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 1)),
-        256: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
-        512: ((64, 16, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1), (32, 16, 4, 1)),
-    },
-    "dq": {
-        64: ((64, 128, 4, 2), (64, 64, 4, 2), (64, 32, 4, 1)),
-        128: (
-            (128, 64, 8, 3),
-            (128, 64, 8, 2),
-            (64, 64, 4, 2),
-            (64, 32, 4, 2),
-            (64, 32, 4, 1),
-            (32, 32, 4, 1),
-        ),
-        256: ((128, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)),
-        512: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 1), (16, 16, 4, 1)),
-    },
-    "dkdv": {
-        64: ((128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 1)),
-        128: ((64, 128, 8, 3), (32, 64, 4, 3), (32, 64, 4, 2), (32, 32, 4, 1)),
-        256: ((32, 64, 8, 2), (16, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 1)),
-        512: ((16, 32, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)),
-    },
-    "diagonal": {
-        64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 32, 4, 2)),
-        128: ((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
-        256: ((64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 2)),
-        512: ((32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 4, 1)),
-    },
-}
-_TF32: _Table = {
-    "forward": {
-        64: ((128, 32, 8, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        128: ((64, 32, 8, 3), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        256: ((32, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        512: ((16, 32, 8, 1), (16, 16, 4, 1)),
-    },
-    "dq": {
-        64: ((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        128: ((32, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        256: ((32, 32, 8, 1), (16, 16, 4, 1)),
-        512: ((16, 16, 8, 1), (16, 16, 4, 1)),
-    },
-    "dkdv": {
-        64: ((32, 64, 8, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        128: ((32, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)),
-        256: ((32, 32, 8, 1), (16, 16, 4, 1)),
-        512: ((16, 16, 8, 1), (16, 16, 4, 1)),
-    },
-    "diagonal": {
-        64: ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
-        128: ((64, 32, 8, 2), (32, 32, 8, 2), (32, 16, 4, 2)),
-        256: ((32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 4, 1)),
-        512: ((16, 16, 8, 2), (16, 16, 8, 1), (16, 16, 4, 1)),
-    },
-}
-# First for short calls in half types, and for the forward of heads of up to 32.
-_SMALL: dict[KernelName, tuple[int, int, int, int]] = {
-    "forward": (64, 64, 4, 3), "dq": (64, 32, 4, 2), "dkdv": (32, 64, 4, 2)
-}  # fmt: skip
-# First for few queries: BLOCK_N, warps and stages by the padded head dimension of keys in a half type.
-# Programs share the keys of a tile, or one has all of them.
-_DECODING = {64: (128, 4, 3), 128: (64, 4, 3), 256: (64, 4, 2), 512: (32, 4, 2)}
-_DECODING_WHOLE = {**_DECODING, 128: (128, 4, 2)}
-# float32 products without tensor cores: a thread keeps whole rows of its operands, and spills soon. On AMD's
-# chips a thread has twice the registers with four warps as with eight.
-_IEEE: _Table = {
-    "forward": {
-        64: ((64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 1)),
-        128: ((32, 16, 8, 2), (16, 16, 4, 1)),
-        256: ((32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 4, 1)),
-        512: ((16, 32, 8, 1), (16, 16, 4, 1)),
-    },
-    "dq": {
-        64: ((64, 32, 8, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
-        128: ((32, 16, 8, 2), (16, 16, 4, 1)),
-        256: ((16, 16, 8, 1), (16, 16, 4, 1)),
-        512: ((16, 16, 8, 1), (16, 16, 4, 1)),
-    },
-    "dkdv": {
-        64: ((32, 32, 8, 2), (16, 16, 4, 1)),
-        128: ((16, 32, 8, 2), (16, 16, 4, 1)),
-        256: ((16, 16, 8, 1), (16, 16, 4, 1)),
-        512: ((16, 16, 8, 1), (16, 16, 4, 1)),
-    },
-    "diagonal": {
-        64: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 4, 1)),
-        128: ((16, 16, 8, 2), (16, 16, 8, 1)),
-        256: ((16, 16, 8, 1),),
-        512: ((16, 16, 8, 1),),
-    },
-}
-# kernel_options for a side of a tile. torch's numbers are 1 for the dK/dV kernel and 2 for the dQ kernel.
-# The number 3 is ours, for the kernels that compute only gradients of captured tensors.
-_SIDES: dict[KernelName, tuple[str, str]] = {
-    "forward": ("BLOCK_M", "BLOCK_N"),
-    "dq": ("BLOCK_M2", "BLOCK_N2"),
-    "dkdv": ("BLOCK_M1", "BLOCK_N1"),
-    "diagonal": ("BLOCK_M3", "BLOCK_N3"),
-}
-
-
-def ladder(
-    spec: KernelSpec,
-    kernel: KernelName,
-    options: Mapping[str, Any],
-    by_column: bool = False,
-    waits_for_score: bool = False,
-) -> tuple[Tile, ...]:
-    """The tiles to try for a kernel, best first; later ones need less shared memory.
-
-    `by_column`: a mod keeps numbers by column, many for each thread of a large tile. Then the forward tries
-    small tiles first. `waits_for_score`: a load stands between two products. Triton's pipeliner fails on such
-    a loop for some chips, so only one tile is in flight. `options` are validated kernel_options: a tile side,
-    num_warps or num_stages among them applies to every rung.
-
-    Raises:
-        BlockSizeError: a side of the mask's blocks is not a multiple of 16.
-        OptionValueError: a tile side does not divide the mask's blocks, or the keys of a tile along diagonals
-            do not divide its queries.
-    """
-    single = _IEEE if spec.precision == "ieee" else _TF32
-    table = single if spec.q_dtype is torch.float32 else _HALF
-    widest = max(spec.head_tile, spec.value_tile)
-    rows = table[_like(kernel)][min(max(widest, 64), 512)]
-    small = _SMALL.get(_like(kernel))
-    if spec.decoding is not None:
-        sides = _DECODING if spec.split else _DECODING_WHOLE
-        column = widest * spec.k_dtype.itemsize // 2  # of a half type
-        few, (block_n, warps, stages) = spec.decoding.rows, sides[min(max(column, 64), 512)]
-        # twice the warps have twice the registers, if four spill
-        rows = ((few, block_n, warps, stages), (few, block_n, 8, 2), *rows)
-    elif small and (spec.short or table is _HALF and kernel == "forward" and widest <= 32):
-        rows = (small, *rows)
-    if waits_for_score:
-        rows = tuple((*row[:3], 1) for row in rows)
-    tiles = [_chosen(_inside(Tile(*row), spec, kernel), spec, kernel, options) for row in rows]
-    if by_column and kernel == "forward" and widest <= 128:
-        tiles.sort(key=lambda tile: tile.block_m * tile.block_n > 64 * 64)
-    return tuple(dict.fromkeys(tiles))
-
-
-def _like(kernel: KernelName) -> KernelName:
-    """The kernel whose tiles a kernel uses: delta_kernel must sum in the same order as dq_kernel."""
-    return {"delta": "dq", "scatter": "diagonal"}.get(kernel, kernel)  # type: ignore[return-value]
-
-
 def option(options: Mapping[str, Any], of: KernelName | Direction, name: str, default: Any) -> Any:
     """A kernel option for a kernel or a direction: a name with `fwd_` or `bwd_` overrides the bare name."""
     prefix = "fwd_" if of == "forward" else "bwd_"
@@ -365,39 +214,6 @@ def template(options: Mapping[str, Any], direction: Direction) -> str:
 def statistics_rows(spec: KernelSpec) -> int:
     """Rows for a program of the statistics kernel: about 8192 elements."""
     return max(SMALLEST_TILE, min(128, 8192 // spec.value_tile))
-
-
-def _inside(tile: Tile, spec: KernelSpec, kernel: KernelName) -> Tile:
-    """Shrinks the tile until it divides the mask's blocks."""
-    if spec.mask_block is None:
-        return tile
-    q_block, kv_block = spec.mask_block
-    block_m, block_n = min(tile.block_m, q_block & -q_block), min(tile.block_n, kv_block & -kv_block)
-    if min(block_m, block_n) < SMALLEST_TILE:
-        raise BlockSizeError(
-            block_size=spec.mask_block,
-            problem=f"is no multiple of {SMALLEST_TILE} on both sides",
-            advice=f"multiples of {SMALLEST_TILE}, e.g. 128",
-        )
-    if kernel == "diagonal":
-        block_n = min(block_m, block_n)
-    shrunk = block_m * block_n * 2 <= tile.block_m * tile.block_n
-    return Tile(block_m, block_n, min(tile.warps, 4) if shrunk else tile.warps, tile.stages)
-
-
-def _chosen(tile: Tile, spec: KernelSpec, kernel: KernelName, options: Mapping[str, Any]) -> Tile:
-    """The tile with the values from the options."""
-    m_name, n_name = _SIDES[_like(kernel)]
-    block_m = option(options, kernel, m_name, tile.block_m)
-    block_n = option(options, kernel, n_name, tile.block_n)
-    q_block, kv_block = spec.mask_block or (0, 0)
-    for name, side, block in ((m_name, block_m, q_block), (n_name, block_n, kv_block)):
-        if block % side:
-            raise OptionValueError(name=name, value=side, accepted=f"a divisor of the mask's block, {block}")
-    if kernel == "diagonal" and block_m % block_n:
-        raise OptionValueError(name=n_name, value=block_n, accepted=f"a divisor of {m_name}, {block_m}")
-    warps = option(options, kernel, "num_warps", tile.warps)
-    return Tile(block_m, block_n, warps, option(options, kernel, "num_stages", tile.stages))
 
 
 Rung = TypeVar("Rung", bound=Hashable)
@@ -421,7 +237,7 @@ class Limits(NamedTuple):
     """The limits for a family's kernels."""
 
     passing: int
-    """A rung that spills up to this many registers of a thread passes."""
+    """A rung that spills up to this many registers of a thread passes; a rung may have its own number."""
     endured: float = math.inf
     """A rung that spills more than this is never taken."""
     by_code: bool = False
@@ -429,8 +245,9 @@ class Limits(NamedTuple):
     gives_way: bool = False
     """If no rung is acceptable, another family's kernels run; rungs that do not compile are skipped."""
 
-    def passed(self, verdict: Verdict) -> bool:
-        return verdict.refusal is None and verdict.spills <= self.passing and not verdict.losses
+    def passed(self, verdict: Verdict, rung: object) -> bool:
+        passing = max(self.passing, getattr(rung, "passing", 0))
+        return verdict.refusal is None and verdict.spills <= passing and not verdict.losses
 
 
 @dataclass(frozen=True)
@@ -457,7 +274,7 @@ def choose(ladder: Sequence[Rung], judge: Callable[[Rung], Verdict], limits: Lim
     chosen = Chosen[Rung](None, {})
     for rung in ladder:
         verdict = chosen.verdicts[rung] = judge(rung)
-        if limits.passed(verdict):
+        if limits.passed(verdict, rung):
             return Chosen(rung, chosen.verdicts)
     endured = {r: v for r, v in chosen.runnable.items() if v.spills <= limits.endured}
     best = min(endured, key=lambda r: (bool(endured[r].losses), endured[r].spills), default=None)

@@ -137,7 +137,7 @@ def _best(kernels: Made, kernel: str, chosen: Chosen[Any], device: torch.device)
     loud = kernels.limits.gives_way and config.debug_level() >= 1
     passing = kernels.limits.passed
     for rung, of in chosen.runnable.items() if loud else ():
-        if not passing(of):
+        if not passing(of, rung):
             print(f"flexmod: {kernel} of {kernels.family}: {rung} gives way: {of}", file=sys.stderr)
     found = chosen.rung
     if found is None and not kernels.limits.gives_way:

@@ -342,9 +342,13 @@ def test_backward_without_lists_by_column_is_refused() -> None:
     [
         ((64, 64), 64, BFLOAT, {}, 64, 64),
         ((1, 49), 16, HALF, {"BLOCK_M": 32}, 64, 64),
-        ((65, 64), 64, BFLOAT, {}, 0, 128),
-        ((64, 128), 64, BFLOAT, {}, 0, 128),
-        ((64, 129), 16, BFLOAT, {}, 0, 0),
+        ((16, 9), 128, BFLOAT, {}, 16, 16),
+        ((17, 32), 80, BFLOAT, {}, 32, 32),
+        ((1, 16), 136, BFLOAT, {}, 0, 0),
+        ((65, 64), 64, BFLOAT, {}, 256, 128),
+        ((64, 128), 64, BFLOAT, {}, 256, 128),
+        ((64, 129), 16, BFLOAT, {}, 256, 0),
+        ((257, 1), 16, BFLOAT, {}, 0, 0),
         ((64, 64), 128, BFLOAT, {}, 0, 64),
         ((65, 1), 128, BFLOAT, {}, 0, 0),
         ((64, 64), 64, SINGLE, {}, 0, 0),
@@ -362,6 +366,12 @@ def test_which_calls_are_short(
     problem = Problem(None, None, None, 1.0, options=tuple(options.items()))
     found = [triton.kernel_spec(q, kv, kv, problem, backward=way).short for way in (False, True)]
     assert found == [forward, backward]
+
+
+def test_masked_calls_of_more_than_64_queries_are_not_short_in_a_forward() -> None:
+    """The Hopper kernels take less time for them."""
+    case = Case(*random(65, 65, dtype=BFLOAT), dense=causal(65, 65), mask=CAUSAL)
+    assert [case.kernels(way).spec.short for way in (False, True)] == [0, 128]
 
 
 def after_the_last(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -382,7 +392,9 @@ SLOPES = torch.tensor([0.5, 2.0], requires_grad=True)
         ((49, 64), (64, 64), 2, lambda s, b, h, q, k: s * SLOPES[k % 2], [SLOPES], {}, True),
         ((49, 64), (64, 64), 2, lambda s, b, h, q, k: s * SLOPES[q % 2], [SLOPES], {}, False),
         ((64, 64), (64, 64), 2, None, [], {"bwd_BLOCK_N1": 32}, False),
-        ((100, 128), (64, 64), 2, None, [], {}, False),
+        ((100, 128), (64, 64), 2, None, [], {}, True),
+        ((20, 31), (32, 32), 2, lambda s, b, h, q, k: s * SLOPES[k % 2], [SLOPES], {}, True),
+        ((16, 7), (64, 128), 1, None, [], {}, True),
     ],
 )
 def test_short_backwards(

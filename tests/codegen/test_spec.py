@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder, padded, statistics_rows
+from flexmod.codegen.ladder import SHORT, ShortRow, ladder, short_length
+from flexmod.codegen.spec import KernelName, KernelSpec, Tile, padded, statistics_rows
 from flexmod.errors import BlockSizeError, OptionValueError
 
 KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv", "diagonal", "scatter")
@@ -89,14 +91,20 @@ def test_small_tiles_go_first_where_mods_hold_columns() -> None:
     assert by_column[0].block_m * by_column[0].block_n <= 64 * 64 < usual[0].block_m * usual[0].block_n
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dim", [16, 64, 128])
-def test_short_calls_begin_with_a_small_tile(kernel: KernelName, dim: int) -> None:
-    spec = replace(SPEC, head_dim=dim, value_dim=dim)
-    long, short = ladder(spec, kernel, {}), ladder(replace(spec, short=64), kernel, {})
-    if kernel in ("forward", "dq", "dkdv"):
-        assert max(short[0].block_m, short[0].block_n) == 64
-    assert set(short[1:]) <= set(long) <= set(short)
+@pytest.mark.parametrize("row", SHORT, ids=lambda row: f"{row.kernel}-{row.positions}-{row.widest}-{row.of}")
+def test_short_calls_begin_with_a_small_tile(row: ShortRow) -> None:
+    """Each row of the table is reached, and the usual tiles follow."""
+    facts: dict[str, Any] = {"head_dim": row.widest, "value_dim": row.widest, "short": row.positions}
+    facts["backward"] = row.kernel != "forward"
+    facts["mask_block"] = (128, 128) if "mask" in row.of else None
+    facts["pair_tile"] = 0 if "tile" in row.of else None
+    spec = replace(SPEC, **facts)
+    short = ladder(spec, row.kernel, {}, busy="busy" in row.of)
+    assert short[0] == Tile(*row.tile) and short[0].passing > short[1].passing == 0
+    assert set(short[1:]) <= set(ladder(replace(spec, short=0), row.kernel, {})) <= set(short)
+    if row.kernel != "dq":
+        masked = "mask" in row.of
+        assert short_length(row.positions, row.widest, spec.direction, masked) == row.positions
 
 
 def test_delta_is_summed_in_the_order_of_dq() -> None:

@@ -13,8 +13,9 @@ from triton_release import NEWEST
 
 from flexmod import explain
 from flexmod.codegen import cache
+from flexmod.codegen.ladder import ladder
 from flexmod.codegen.render import render
-from flexmod.codegen.spec import KernelName, KernelSpec, Tile, ladder
+from flexmod.codegen.spec import KernelName, KernelSpec, Tile
 from flexmod.codegen.variant import variant
 from flexmod.runtime import offline
 from flexmod.tools import ahead
