@@ -226,10 +226,13 @@ SETS: dict[str, list[Row]] = {
         Row("learned T5 by hand", partial(t5, learn=True), length=4096, constant="T5 by hand"),
         Row("cosine of distance", cosine, length=4096),
         Row("Kerple + causal", kerple, length=4096),
+        Row("S16 D64", noop, batch=4096, heads=4, kv_heads=4, length=16, head_dim=64, value_dim=64),
+        Row("S32 D32 pairs", pairs, batch=4096, heads=4, kv_heads=4, length=32, head_dim=32, value_dim=32),
         Row("S64 D32 pairs", pairs, **SHORT, head_dim=32, value_dim=32),  # type: ignore[arg-type]
         Row("S64 D64", noop, **SHORT, head_dim=64, value_dim=64),  # type: ignore[arg-type]
         Row("S64 D128", noop, **SHORT),  # type: ignore[arg-type]
         Row("S128 D64", noop, batch=1024, heads=4, kv_heads=4, length=128, head_dim=64, value_dim=64),
+        Row("S256 D64", noop, batch=512, heads=4, kv_heads=4, length=256, head_dim=64, value_dim=64),
         Row("S256 D32 pairs", pairs, batch=256, heads=4, kv_heads=4, length=256, head_dim=32, value_dim=32),
         Row("D32 causal", causal, length=4096, head_dim=32, value_dim=32),
     ],

@@ -15,6 +15,7 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import checkpoint
 
 from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_attention, masks, mods
@@ -25,6 +26,7 @@ from flexmod.ir.formulas import COMPOSED
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.record import REMEMBERED, graph_of, numbered, record
 from flexmod.ir.trace import trace
+from flexmod.runtime import private_torch
 
 HEADS = 4
 LENGTH = 40
@@ -744,6 +746,16 @@ def test_what_a_mod_may_not_do_keeps_its_class() -> None:
     without_dimensions = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=LENGTH)
     with pytest.raises(errors.BlockMaskPartsError, match="attention takes"):
         torch.compile(attend, backend="eager")(*inputs(), None, without_dimensions)
+
+
+def test_random_numbers_are_seen_where_torch_asks_no_mode() -> None:
+    """For functions that make tensors; ours is told to ask."""
+    functions = pytest.importorskip("torch._dynamo.variables.torch")
+    functions.get_overridable_functions().difference_update(_device_constructors())
+    private_torch.ask_modes_of_constructors.cache_clear()
+    compiled = torch.compile(lambda *x: attend(*x, lambda s, b, h, i, j: s + torch.rand(())), backend="eager")
+    with pytest.raises(errors.RandomNumberError, match=r"torch\.rand draws"):
+        compiled(*inputs())
 
 
 def test_what_a_mask_mod_may_not_do_keeps_its_class() -> None:

@@ -70,6 +70,14 @@ BUGS = (
         workarounds=("ir.passes._swapped",),
     ),
     CompilerBug(
+        "torch.rand and other functions that make tensors ask no TorchFunctionMode in TorchDynamo: a mod drew "
+        "random numbers unnoticed",
+        since="torch 2.11",
+        until="torch 2.13",
+        issue="not reported",
+        workarounds=("runtime.private_torch.ask_modes_of_constructors",),
+    ),
+    CompilerBug(
         "the unary -, + and abs of a tensor ask no TorchFunctionMode in TorchDynamo, as they do outside",
         since="torch 2.13, https://github.com/pytorch/pytorch/pull/181657",
         until="not known: no later torch was tried",

@@ -291,6 +291,7 @@ def let_modes_change(let: bool) -> None:
     """
     translator = _translator()
     if translator is not None:
+        ask_modes_of_constructors()
         ask_modes_of_unary_operators()
         correct_recorded_values()
         translator.output.current_tracer.allow_side_effects_in_hop = let
@@ -308,6 +309,16 @@ def guard_defaults() -> None:
     if translator is not None and getattr(config, name, False):
         setattr(config, name, False)
         translator.output.add_cleanup_hook(partial(setattr, config, name, True))
+
+
+@cache
+def ask_modes_of_constructors() -> None:
+    """See `runtime/compiler_bugs.py`."""
+    from torch._dynamo.variables import torch as functions
+    from torch.utils._device import _device_constructors
+
+    if hasattr(functions, "get_overridable_functions"):
+        functions.get_overridable_functions().update(_device_constructors())
 
 
 @cache
