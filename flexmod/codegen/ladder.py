@@ -112,6 +112,7 @@ SHORT = (
     ShortRow("dkdv", 32, 32, (), (16, 32, 1, 2)),
     ShortRow("dkdv", 32, 64, (), (32, 32, 2, 2)),
     ShortRow("dkdv", 32, 128, (), (32, 32, 4, 2)),
+    ShortRow("dkdv", 64, 32, ("no mask", "tile"), (64, 64, 4, 2)),
     ShortRow("dkdv", 64, 32, ("no mask", "busy"), (32, 64, 2, 2)),
     ShortRow("dkdv", 64, 64, ("mask",), (32, 64, 4, 1)),
     ShortRow("dkdv", 64, 128, (), (32, 64, 4, 3)),

@@ -70,7 +70,7 @@ BUGS = (
         workarounds=("ir.passes._swapped",),
     ),
     CompilerBug(
-        "torch.rand and other functions that make tensors ask no TorchFunctionMode in TorchDynamo: a mod drew "
+        "torch.rand and other functions that make tensors ask no TorchFunctionMode in TorchDynamo: mods drew "
         "random numbers unnoticed",
         since="torch 2.11",
         until="torch 2.13",
