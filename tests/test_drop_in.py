@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.utils import _pytree as pytree
+from torch_release import separates
 
 import flexmod
 from flexmod import BlockMask, create_block_mask, errors, flex_attention, masks
@@ -54,6 +55,7 @@ def test_every_public_name_is_there() -> None:
     assert set(theirs.__all__) <= set(flexmod.__all__)
 
 
+@separates
 @pytest.mark.parametrize("name", ["flex_attention", "create_block_mask", "create_mask", "noop_mask"])
 def test_arguments_have_torchs_names_order_and_defaults(name: str) -> None:
     ours, other = (inspect.signature(getattr(module, name)).parameters for module in (flexmod, theirs))
@@ -132,6 +134,7 @@ def test_torchs_paged_attention_gives_masks_and_mods() -> None:
         torch.testing.assert_close(out, exact, atol=1e-3, rtol=1e-3)
 
 
+@separates
 def test_flattened_and_made_again() -> None:
     for separate in (True, False):
         mask = built(flexmod, separate_full_blocks=separate)
@@ -164,6 +167,7 @@ def test_registered_as_a_pytree() -> None:
     same_attributes(found, mask, (*mask._TENSOR_ATTRS, *mask._CONTEXT_ATTRS))
 
 
+@separates
 def test_parts_come_in_torchs_order() -> None:
     for flatten in (True, False):
         ours, other = built(flexmod).as_tuple(flatten), built(theirs).as_tuple(flatten)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch_release import separates
 
 from block_mask.zoo import ZOO
 from flexmod import errors, flex_attention, masks
@@ -56,6 +57,7 @@ def test_facts_equal_to_torch(name):
     assert ours.mask_mod is other.mask_mod
 
 
+@separates
 def test_as_tuple():
     ours, other = both("causal")
     nested = ours.as_tuple(flatten=False)
@@ -133,6 +135,7 @@ def test_from_torch(same_parts):
     assert dense_of_graph(default).all()
 
 
+@separates
 def test_from_torch_carries_what_it_does_not_read(same_parts):
     other = theirs.create_block_mask(masks.causal(), 1, 1, 512, 512, "cpu", compute_dq_write_order=True)
     assert other.dq_write_order is not None
