@@ -177,9 +177,9 @@ def ladder(
     """The tiles to try for a kernel, best first; later ones need less shared memory.
 
     `by_column`: a mod keeps numbers by column, many for each thread of a large tile. Then the forward tries
-    small tiles first. `waits_for_score`: a load stands between two products. Triton's pipeliner fails on such
-    a loop for some chips, so only one tile is in flight. `busy`: a score_mod takes more than a few
-    instructions for each element. `options` are validated kernel_options: a tile side, num_warps or
+    small tiles first. If a score_mod is `busy`, it takes more than a few instructions for each element. If it
+    `waits_for_score`, a load stands between two products. Triton's pipeliner fails on such a loop for some
+    chips, so only one tile is in flight. `options` are validated kernel_options: a tile side, num_warps or
     num_stages among them applies to every rung.
 
     Raises:
