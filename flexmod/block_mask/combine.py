@@ -73,19 +73,19 @@ class Listed(Derived):
     """A mask_mod for a mask with a user's own lists. It keeps all elements of full tiles, and in partial
     tiles the elements that the mask's mask_mod keeps.
 
-    `tiles` int8 [B or 1, H or 1, Qb, KVb]. `lengths` are the lengths of the mask; old pickles have none.
+    `tiles` int8 [B or 1, H or 1, Qb, KVb]. `lengths` are the lengths of the mask.
     """
 
     mask_mod: MaskMod
     tiles: Tensor
     block: tuple[int, int]
-    lengths: tuple[int, int] | None = None
+    lengths: tuple[int, int]
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         batch, heads = self.tiles.shape[:2]
-        if self.lengths is not None:  # the lists say nothing of other positions
-            q_idx = expect_size(q_idx, self.lengths[0], "a block mask of lists", "seq_lengths[0]")
-            kv_idx = expect_size(kv_idx, self.lengths[1], "a block mask of lists", "seq_lengths[1]")
+        # the lists say nothing of other positions
+        q_idx = expect_size(q_idx, self.lengths[0], "a block mask of lists", "seq_lengths[0]")
+        kv_idx = expect_size(kv_idx, self.lengths[1], "a block mask of lists", "seq_lengths[1]")
         place = (
             b if batch > 1 else 0, h if heads > 1 else 0, q_idx // self.block[0], kv_idx // self.block[1]
         )  # fmt: skip

@@ -24,7 +24,7 @@ from flexmod.errors import BlockMaskIndexError
 from flexmod.errors.base import counted
 from flexmod.ir.composed import Derived, MaskMod
 from flexmod.ir.graph import as_int, as_position, expect_size
-from flexmod.ir.offsets import LARGEST, IndexMap
+from flexmod.ir.offsets import IndexMap
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Table(IndexMap):
     """Maps an index to `entries[index]`, int32 [n], numbers from 0 to `largest`."""
 
     entries: Tensor
-    largest: int = LARGEST  # old pickles have none
+    largest: int
 
     def __call__(self, index: Any) -> Any:
         return as_position(self.entries[index], index, self.largest)
@@ -117,18 +117,14 @@ def as_range(chosen: Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True, eq=False)
 class Rebased(Derived):
-    """The mask_mod of a slice of batch entries and heads.
-
-    `q` occurs only in old pickles, from before slices of rows had offsets: there, other mods see indices.
-    """
+    """The mask_mod of a slice of batch entries and heads."""
 
     mask_mod: MaskMod
     b: IndexMap = KEPT
     h: IndexMap = KEPT
-    q: IndexMap = KEPT
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return self.mask_mod(self.b(b), self.h(h), self.q(q_idx), kv_idx)
+        return self.mask_mod(self.b(b), self.h(h), q_idx, kv_idx)
 
 
 AXES = ("batches", "heads", "rows of tiles")

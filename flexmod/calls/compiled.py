@@ -324,7 +324,7 @@ class CompiledAttention(Inspection):
         return {**state, "_mods": mods, "_on": on}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_positions": None, **state})
+        self.__dict__.update(state)
         given = state["_on"].items()
         self._on = {device: _TracedMods(self._mods, device, traces) for device, traces in given}
 
