@@ -81,16 +81,15 @@ class Axes:
         self.values = {term.low: self._evaluated(term) for term in analysis.terms}
 
     def _evaluated(self, term: BoundsTerm) -> Tensor:
-        batch, heads, queries, keys = self.sizes
+        queries, keys = self.sizes[2:]
         ranges = {
             "row": ((0, queries), (0, 1)),
             "column": ((0, 1), (0, keys)),
             "diagonal": ((1 - keys, queries), (0, 1)),
         }
         q, kv = (torch.arange(*r, dtype=torch.int32, device=self.device) for r in ranges[term.axis])
-        b = self._numbers(batch if "b" in term.reads else 1)[:, None, None]
-        h = self._numbers(heads if "h" in term.reads else 1)[:, None]
-        (values,) = evaluate(term.graph, self.tensors, b=b, h=h, q_idx=q, kv_idx=kv)
+        b, h = map(self._numbers, groups_of(term.graph, self.sizes))
+        (values,) = evaluate(term.graph, self.tensors, b=b[:, None, None], h=h[:, None], q_idx=q, kv_idx=kv)
         values = values.expand(len(b), len(h), max(len(q), len(kv)))
         return F.pad(values.cumsum(-1, dtype=torch.int32), (1, 0)) if term.axis == "diagonal" else values
 

@@ -23,6 +23,7 @@ from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.storage import MaskSnapshot, is_captured
+from flexmod.block_mask.tiles import groups_of
 from flexmod.calls import autograd, checks
 from flexmod.calls.autograd import PreparedCall
 from flexmod.codegen.compiler import Lowered, lower
@@ -380,8 +381,7 @@ def _snapshot(block_mask: Any) -> MaskSnapshot | None:
 
 def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
     """Builds the block mask of a score_mod's -inf branches; caches it if it captures no tensor."""
-    batch, heads, length, keys = extents
-    sizes = (batch if "b" in split.graph.reads else 1, heads if "h" in split.graph.reads else 1, length, keys)
+    sizes = (*groups_of(split.graph, extents), *extents[2:])
     if used_captures(split.graph.nodes) or is_captured(device):
         return create_block_mask(replay(split), *sizes, device=device).snapshot()
     return _remembered_mask(split.graph, sizes, device)

@@ -33,7 +33,7 @@ import torch
 from flexmod.ir import bounds
 from flexmod.ir.bounds import Bounds
 from flexmod.ir.ends import End, brought_to, clamp_to_dtype, dtype_limits, without_nan
-from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, GraphBuilder, Home, Node
+from flexmod.ir.graph import POSITIONS, UNIFORM, Graph, GraphBuilder, Node
 from flexmod.ir.integers import Numbers, integer_bounds, needs_int64
 from flexmod.ir.linear import Forms, Linear, Sources, regroup, serves
 from flexmod.ir.ops import CAST, COMPARISONS, OPS, number, strong
@@ -61,10 +61,6 @@ class BoundsTerm:
     graph: Graph
     low: str
     high: str
-
-    @property
-    def reads(self) -> Home:
-        return self.graph.reads
 
     @property
     def dtype(self) -> torch.dtype:

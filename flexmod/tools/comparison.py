@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexmod.block_mask.build import create_block_mask, create_mask
 from flexmod.block_mask.format import BlockMask
+from flexmod.block_mask.tiles import groups_of
 from flexmod.calls.attention import flex_attention
 from flexmod.errors import ArgumentTypeError, FlexOnCpuError
 from flexmod.ir.graph import as_int
@@ -268,8 +269,8 @@ def skipped(block_mask: BlockMask | None) -> float:
 
 def mask_sizes(mask_mod: Mod, setting: Setting) -> tuple[int, int, int, int]:
     """Returns a mask's numbers of batch entries and heads, 1 if it is the same for all, and its lengths."""
-    reads, length = trace(mask_mod, "mask").graph.reads, setting.seq
-    return setting.batch if "b" in reads else 1, setting.heads if "h" in reads else 1, length, length
+    groups = groups_of(trace(mask_mod, "mask").graph, (setting.batch, setting.heads))
+    return *groups, setting.seq, setting.seq
 
 
 def random_inputs(setting: Setting) -> Inputs:
