@@ -158,7 +158,7 @@ def create_mask(
     traced = trace(mod_fn, kind, here)
     check_captures(traced, here)
     check_sizes(traced.graph, sizes, "the mask")
-    traced = Traced(fitted(traced.graph.with_lines(), sizes), traced.tensors)
+    traced = Traced(fitted(traced.graph.with_lines, sizes), traced.tensors)
     score = torch.zeros(sizes, device=here) if kind == "score" else None
     positions = positions_on_axes(sizes, here, torch.int32)
     (result,) = evaluate(traced.graph, traced.tensors, **positions, score=score)
@@ -197,7 +197,7 @@ def find_tiles(traced: Traced, layout: MaskLayout) -> TileStorage:
 
 def _in_torch(traced: Traced, layout: MaskLayout) -> TileStorage:
     sizes, block, device, separate = layout
-    graph = fitted(traced.graph.with_lines(), sizes)
+    graph = fitted(traced.graph.with_lines, sizes)
     table = refine.classify(Traced(graph, traced.tensors), sizes, block, device)
     if not separate:
         table.clamp_(max=PARTIAL)

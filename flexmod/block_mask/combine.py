@@ -260,7 +260,7 @@ def _finished(
     if bool((table == OPEN).any()):
         sizes = (*both_sizes(batch), *lengths)
         check_sizes(traced.graph, sizes, "the block mask")
-        fits = Traced(fitted(traced.graph.of_any_size.with_lines(), sizes), traced.tensors)
+        fits = Traced(fitted(traced.graph.of_any_size.with_lines, sizes), traced.tensors)
         table = refine.finish(fits, sizes, mask.BLOCK_SIZE, table)
     alike = (mask, *others)
     separate = all(m.storage.separate for m in alike)

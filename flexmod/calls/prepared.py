@@ -362,7 +362,7 @@ def _lowered(
     extents = (batch, heads, length, keys)
     split, own = mask is None and not autograd.nothing(query, key), None
     # kernels are for equal graphs; what torch evaluates may raise, and then names this mod's line
-    graph = source.graph if backend in checks.GENERATED else source.graph.with_lines()
+    graph = source.graph if backend in checks.GENERATED else source.graph.with_lines
     lowered = lower(graph, extents, split=split)
     if split and lowered.split is not None:
         decides = tuple(tensor.detach() for tensor in source.tensors)

@@ -136,7 +136,7 @@ def own_graph(graph: Graph) -> Graph:
     With checked indexes, equal mods get separate graphs, so that an error names this mod's line.
     """
     graph = graph.of_any_size
-    return graph.with_lines() if config.check_bounds() else graph
+    return graph.with_lines if config.check_bounds() else graph
 
 
 @lru_cache(GRAPHS)

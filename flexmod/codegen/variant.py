@@ -144,10 +144,10 @@ def of_traces(
     Its kernels quote the lines of these mods, even if equal mods came before.
     """
     mask_sizes = of_mask.graph.expected if of_mask else ()
-    score = lower(traced.graph.with_lines(), extents, split=of_mask is None) if traced else None
+    score = lower(traced.graph.with_lines, extents, split=of_mask is None) if traced else None
     if traced is not None and score is not None and score.split is not None:
         of_mask = Traced(score.split, tuple(tensor.detach() for tensor in traced.tensors))
-    mask = lower(of_mask.graph.with_lines(), extents, split=False) if of_mask else None
+    mask = lower(of_mask.graph.with_lines, extents, split=False) if of_mask else None
     tensors = traced.tensors if traced else ()
     changes = score is not None and score.graph is not None
     return Variant(

@@ -157,7 +157,7 @@ class _Sight:
             self.key.append(kind)
             self.add(value.function)
         elif kind is MaskReplay or kind is ScoreReplay:
-            self.key.append(value.traced.graph.with_lines())  # or an error would name an equal mod's line
+            self.key.append(value.traced.graph.with_lines)  # or an error would name an equal mod's line
             for tensor in value.traced.tensors:
                 self.add(tensor)
         elif issubclass(kind, (Derived, Positions)):

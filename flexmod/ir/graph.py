@@ -251,12 +251,9 @@ class Graph(Immutable):
         """The positions that the results depend on."""
         return frozenset().union(*(n.home for n in self.results))
 
+    @cached_property
     def with_lines(self) -> Graph:
         """The graph, equal only to graphs of the same lines: errors of torch's evaluation name them."""
-        return self._with_lines
-
-    @cached_property
-    def _with_lines(self) -> Graph:
         return replace(self, lines=True)
 
     @cached_property
