@@ -230,14 +230,6 @@ def compiled(function: Any, device: torch.device, arguments: Mapping[str, Any]) 
         return function.warmup(grid=(1,), **_ready(arguments, device))
 
 
-def compile_ahead(function: Any, device: torch.device, arguments: Mapping[str, Any]) -> Any:
-    """Returns the compiled kernel for a launch, without loading or allocating anything.
-
-    Tensors among `arguments` are stand-ins on meta, as aligned as the real ones.
-    """
-    return compiled(function, device, with_counters(arguments))
-
-
 def with_counters(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a launch with stand-ins of counters, without memory."""
     counter = torch.empty(1, dtype=torch.int32, device="meta")
