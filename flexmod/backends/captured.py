@@ -113,7 +113,7 @@ def write_gradients(
     score, captured = variant.score.graph if variant.score else None, call.score_captured
     if score is None:
         return ()
-    terms = _Terms(capture_terms(score, variant.learned, reduce_in_backward))
+    terms = capture_terms(score, variant.learned, reduce_in_backward)
     grads = [
         Place(f"grad_{place.name}", place.shape, contiguous(place.shape), place.dtype)
         if number in variant.learned
@@ -122,10 +122,6 @@ def write_gradients(
     ]
     given = (score, terms, sums, tuple(captured.tensors), tuple(captured.numbers or ()), call.extents)
     return writer.call(gradients, given, grads)
-
-
-class _Terms(tuple[GradientTerm, ...]):
-    """Several terms as one argument of a step."""
 
 
 def _positions(along: Along, extents: Extents, device: torch.device) -> tuple[Tensor, ...]:

@@ -246,11 +246,7 @@ class IndexWatch:
     def raise_if_out_of_bounds(self) -> None:
         """Adds the plan's last step, in which the host reads the results."""
         for checks, tensors, room in self._rooms:
-            self._writer.call(raise_if_out_of_bounds, (_Checks(checks), tuple(tensors), room))
-
-
-class _Checks(tuple[Check, ...]):
-    """Checks as one argument of a step."""
+            self._writer.call(raise_if_out_of_bounds, (checks, tuple(tensors), room))
 
 
 def found_nothing(on: Tensor, length: int, keys: int, checks: int) -> tuple[Tensor]:
