@@ -100,10 +100,7 @@ def facts(mask: MaskData, budget: float = math.inf) -> Facts:
     sizes = both_sizes(mask.storage.batch)
     told_apart = [*map(max, table.shape[:2], groups_of(traced.graph, sizes))]
     table = table.expand(*told_apart, -1, -1)
-    heights, widths = (
-        (length - torch.arange(count, device=table.device) * size).clamp(0, size)
-        for length, count, size in zip(lengths, table.shape[2:], block, strict=True)
-    )
+    heights, widths = (_sizes(n, size, table.device) for n, size in zip(lengths, block, strict=True))
     side = min(block[0], lengths[0])
     pairs = math.prod(told_apart) * lengths[0] * lengths[1]
     full = int((((table == FULL) * widths).sum(-1) * heights).sum())
@@ -160,7 +157,8 @@ def cells(mask: MaskData, grid: tuple[int, int]) -> Cells:
     table = mask.table()
     table = table.reshape(table.shape[-2:])
     steps = [max(1, tile_count(n, most)) for n, most in zip(table.shape, grid, strict=True)]
-    heights, widths = (_sizes(n, size) for n, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
+    sides = zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)
+    heights, widths = (_sizes(n, size, "cpu").float() for n, size in sides)
     rows, columns = (tile_count(n, step) for n, step in zip(table.shape, steps, strict=True))
     area = _pooled(heights[:, None], steps[0], 0) @ _pooled(widths[None], steps[1], 1)
     full, partial = (torch.zeros(rows, columns, **ON_CPU) for _ in range(2))
@@ -189,9 +187,9 @@ def tokens(mask: MaskData) -> Cells:
     return Cells(ones, (kinds == FULL).float(), partial, partial * kept.cpu().expand(queries, keys), (1, 1))
 
 
-def _sizes(length: int, block: int) -> Tensor:
-    """The number of positions in each tile, float32."""
-    return (length - torch.arange(0, length, block, device="cpu")).clamp(max=block).float()
+def _sizes(length: int, block: int, device: torch.device | str) -> Tensor:
+    """The number of positions in each tile."""
+    return (length - torch.arange(0, length, block, device=device)).clamp(max=block)
 
 
 def _pooled(counts: Tensor, step: int, axis: int) -> Tensor:
