@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from flexmod.backends.families import reads_order
-from flexmod.block_mask import tiles
 from flexmod.block_mask.storage import Axis, is_captured
-from flexmod.block_mask.tiles import MaskLayout, Runs, groups_of
+from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, groups_of
 from flexmod.codegen.builder_text import BuilderKernels, BuilderTerm
 from flexmod.codegen.compiler import builder, runs_module
 from flexmod.codegen.kernels import IndexWatch
@@ -311,7 +310,7 @@ _builder_part = lru_cache(1024)(_BuilderPart)
 
 def without_full_tiles(kinds: Tensor) -> tuple[()]:
     """Makes full tiles partial."""
-    kinds.clamp_(max=tiles.PARTIAL)
+    kinds.clamp_(max=PARTIAL)
     return ()
 
 

@@ -18,9 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexmod.block_mask import tiles
 from flexmod.block_mask.parts import plain_list
-from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts, Runs, both_sizes, tile_count
+from flexmod.block_mask.tiles import FULL, LISTS, PARTIAL, Parts, Runs, both_sizes, dense, ordered, tile_count
 from flexmod.block_mask.tiles import of_table as runs_of_table
 from flexmod.errors import BlockMaskPartsError
 from flexmod.errors.base import a_type
@@ -254,8 +253,8 @@ class TileStorage:
         for dim in range(len(self.batch)):
             if all(part.stride(dim) == 0 for part in parts):
                 parts = [part.narrow(dim, 0, 1) for part in parts]
-        table = tiles.dense((parts[0], parts[1]), columns).to(torch.int8) * PARTIAL
-        return table.masked_fill_(tiles.dense((parts[2], parts[3]), columns), FULL) if parts[2:] else table
+        table = dense((parts[0], parts[1]), columns).to(torch.int8) * PARTIAL
+        return table.masked_fill_(dense((parts[2], parts[3]), columns), FULL) if parts[2:] else table
 
     def listed(self) -> int:
         """The number of listed tiles in all batches and heads. One synchronization."""
@@ -291,7 +290,7 @@ class TileStorage:
         if name.endswith("num_blocks"):
             return runs.counts()[int(full)].expand(*self.batch, -1).contiguous()
         table = runs.table(self.grid[axis == "kv"])
-        _, indices = tiles.ordered(table == (FULL if full else PARTIAL))
+        _, indices = ordered(table == (FULL if full else PARTIAL))
         return indices.expand(*self.batch, -1, -1).contiguous()
 
 

@@ -103,10 +103,8 @@ def promote(*dtypes: DType) -> torch.dtype:
     return result
 
 
-@cache
-def _promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    # during a trace, torch.result_type would go through the tracer
-    return torch.promote_types(a, b)
+# during a trace, torch.result_type would go through the tracer
+_promoted = cache(torch.promote_types)
 
 
 def promote_float(*dtypes: DType) -> torch.dtype:
