@@ -51,10 +51,15 @@ def mask(
     return create_block_mask(mod, batch, heads, length, length, device="cpu", **options)
 
 
-def given_mask() -> flexmod.BlockMask:
+def given_mask(**options: Any) -> flexmod.BlockMask:
     """One tile of 32 x 32, given as a list."""
     lists = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    return flexmod.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=32)
+    return flexmod.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=32, **options)
+
+
+def packed(**options: Any) -> Any:
+    tensors = (x(32, 4, 16) for _ in range(3))
+    return flexmod.varlen_attention(*tensors, torch.tensor([0, 32]), **options)
 
 
 def plotted_without_matplotlib() -> None:
@@ -360,6 +365,12 @@ TENSORS: list[Row] = [
         "torch.ops.flexmod.attention was given bias as torch.float32 of rank 2; this call has "
         "torch.float32 of rank 1 there.\n"
         "  Instead: let a __torch_dispatch__ hand on all tensors as they were given, or none.",
+    ),
+    (
+        errors.ScaleError,
+        lambda: flexmod.compile(scale="1"),  # type: ignore[arg-type]
+        "scale is a str; it is a number, fixed at the call, without a gradient.\n"
+        "  Instead: give a number, or None for 1/sqrt(head_dim).",
     ),
     (
         errors.ScaleError,
@@ -964,6 +975,20 @@ MODS: list[Row] = [
     ),
     (
         errors.NotMadeError,
+        lambda: masks.jagged(torch.tensor([0, 8]), masks.tree),  # type: ignore[arg-type]
+        "masks.tree is a function that makes a mask_mod, and it was not called.\n"
+        f"  at {line_with('lambda: masks.jagged(torch.tensor([0, 8]), masks.tree)')}\n"
+        "  Instead: call it: masks.tree(parents).",
+    ),
+    (
+        errors.NotCallable,
+        lambda: create_block_mask(torch.ones(8, 8).bool().numpy()),
+        "mask_mod is an ndarray, which cannot be called.\n"
+        "  Instead: pass a function of scalars, e.g. def mask_mod(b, h, q_idx, kv_idx): return q_idx >= "
+        "kv_idx, or make the array a tensor, torch.from_numpy(dense).",
+    ),
+    (
+        errors.NotMadeError,
         lambda: flex_attention(x(), x(), x(), mods.softcap),
         "mods.softcap is a function that makes a score_mod, and it was not called.\n"
         f"  at {line_with('lambda: flex_attention(x(), x(), x(), mods.softcap)')}\n"
@@ -1090,6 +1115,59 @@ OPTION_MISTAKES: list[Row] = [
         lambda: call(return_aux=True),
         "return_aux is True.\n"
         "  Instead: give AuxRequest(lse=True, max_scores=True), or False for what you do not need.",
+    ),
+    *(
+        (
+            errors.ArgumentTypeError,
+            lambda aux=aux: call(return_aux=aux),
+            f"return_aux is {given}.\n"
+            "  Instead: give AuxRequest(lse=True, max_scores=True), or False for what you do not need.",
+        )
+        for aux, given in (
+            (AuxRequest, "<class 'flexmod.calls.attention.AuxRequest'>"),
+            (AuxRequest(lse="yes"), "AuxRequest(lse='yes', max_scores=False)"),  # type: ignore[arg-type]
+            (flexmod.AuxOutput(), "AuxOutput(lse=None, max_scores=None)"),
+        )
+    ),
+    *(
+        (
+            errors.ArgumentTypeError,
+            mistake,
+            f"{name} is {given}.\n  Instead: give {name}=True or {name}=False.",
+        )
+        for name, given, mistake in (
+            ("enable_gqa", "{'BACKEND': 'REFERENCE'}", lambda: call(enable_gqa={"BACKEND": "REFERENCE"})),
+            ("enable_gqa", "None", lambda: flexmod.compile(enable_gqa=None)),  # type: ignore[arg-type]
+            ("return_lse", "(True, False)", lambda: call(return_lse=(True, False))),
+            ("return_lse", "'yes'", lambda: flexmod.compile()(x(), x(), x(), return_lse="yes")),  # type: ignore[call-overload]
+            ("return_lse", "1", lambda: packed(return_lse=1)),
+            ("separate_full_blocks", "'no'", lambda: mask(separate_full_blocks="no")),
+            ("compute_q_blocks", "0", lambda: given_mask(compute_q_blocks=0)),
+            ("flatten", "3", lambda: mask().as_tuple(3)),  # type: ignore[arg-type]
+            ("density", "'x'", lambda: mask().to_string(density="x")),  # type: ignore[arg-type]
+            ("color", "1", lambda: mask().to_string(color=1)),  # type: ignore[arg-type]
+        )
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: mask().to_string(20, "x"),  # type: ignore[arg-type]
+        "limit is 'x'.\n  Instead: give a number of pairs (b, h), or -1 for all.",
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: mask().facts("x"),  # type: ignore[arg-type]
+        "budget is 'x'.\n  Instead: give a number of elements, e.g. 2**20.",
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: mask().plot(3),
+        "target is 3.\n  Instead: give a file's name, axes of matplotlib, or nothing for a new figure.",
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: flexmod.BlockMask.cat(mask()),  # type: ignore[arg-type]
+        "masks is a BlockMask of shape [1, 1, 32, 32].\n"
+        "  Instead: give a list, BlockMask.cat([first, second]).",
     ),
     (
         errors.ArgumentTypeError,

@@ -361,9 +361,16 @@ def test_before_the_first_call(ask: Any, what: str, advice: str) -> None:
     ("given", "mistake"),
     [
         ({"dtype": torch.float16}, "head_dim is None; it must be a whole number above 0, with dtype"),
-        ({"head_dim": 64}, "dtype is None; it must be a torch.dtype, with head_dim"),
-        ({"value_dim": 64}, "dtype is None; it must be a torch.dtype, with head_dim"),
-        ({"dtype": "fp16", "head_dim": 64}, "dtype is 'fp16'; it must be a torch.dtype, with head_dim"),
+        ({"head_dim": 64}, "dtype is None; it must be a floating-point torch.dtype, with head_dim"),
+        ({"value_dim": 64}, "dtype is None; it must be a floating-point torch.dtype, with head_dim"),
+        (
+            {"dtype": "fp16", "head_dim": 64},
+            "dtype is 'fp16'; it must be a floating-point torch.dtype, with head_dim",
+        ),
+        (
+            {"dtype": torch.int8, "head_dim": 64},
+            "dtype is torch.int8; it must be a floating-point torch.dtype, with head_dim",
+        ),
         (
             {"dtype": torch.float16, "head_dim": 64, "value_dim": 0},
             "value_dim is 0; it must be a whole number above 0, with dtype",

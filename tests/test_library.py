@@ -823,3 +823,15 @@ def test_graphs_are_kept_by_number() -> None:
     assert graph_of(number) is first
     with pytest.raises(errors.ForgottenGraphError):
         graph_of(gone)
+
+
+def test_a_comparison_of_sizes_is_a_flag() -> None:
+    """In a graph of any sizes it is a symbol, and the graph gets a guard."""
+
+    def attend(query: Tensor, key: Tensor) -> Tensor:
+        return flex_attention(query, key, key, enable_gqa=query.shape[1] != key.shape[1])
+
+    compiled = torch.compile(attend, fullgraph=True, backend="eager", dynamic=True)
+    for heads, key_heads in ((4, 4), (4, 2), (6, 3)):
+        query, key = torch.randn(1, heads, 40, 16), torch.randn(1, key_heads, 40, 16)
+        torch.testing.assert_close(compiled(query, key), attend(query, key))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 from flexmod import errors
+from flexmod.errors.base import shown
 from flexmod.ir.graph import as_int
 
 PORTABLE = "portable"  # the last family, whose kernels run on every chip
@@ -135,7 +136,7 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
         return NONE
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise errors.ArgumentTypeError(
-            name="kernel_options", given=repr(options),
+            name="kernel_options", given=shown(options),
             advice="give a dict of names and values, e.g. {'BACKEND': 'REFERENCE'}",
         )  # fmt: skip
     values = {name: _plain(value) for name, value in options.items()}

@@ -23,7 +23,8 @@ from flexmod.block_mask.format import DEFAULT_BLOCK, BlockMask
 from flexmod.block_mask.parts import block_pair, device_of, length, noop_mask, positive, trace_mask
 from flexmod.block_mask.storage import Axis, MaskSnapshot, TileStorage, is_captured
 from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, both_sizes, positions_on_axes, tile_count
-from flexmod.errors import DeviceMismatch, FlexmodError, InGraphMaskError, MaskExtentError
+from flexmod.errors import ArgumentTypeError, DeviceMismatch, FlexmodError, InGraphMaskError, MaskExtentError
+from flexmod.errors.base import shown
 from flexmod.ir.composed import MaskMod, and_masks, or_masks
 from flexmod.ir.evaluate import captures_on_device, evaluate, is_host_number
 from flexmod.ir.graph import POSITIONS, Graph, check_sizes
@@ -31,7 +32,7 @@ from flexmod.ir.offsets import OffsetLike, Positions, stated
 from flexmod.ir.passes import fitted
 from flexmod.ir.record import Recorded, of_graph, record
 from flexmod.ir.replay import replay
-from flexmod.ir.source import mod_kind
+from flexmod.ir.source import check_arity, mod_kind
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.watched import computed_from, source_states, sources_of
 from flexmod.runtime import tensor_kinds
@@ -78,9 +79,9 @@ def create_block_mask(
     the same positions. After a write to such a tensor, the next use finds the tiles again.
 
     Raises LengthError, MaskExtentError, BlockSizeError, NoDeviceError, OffsetTypeError, OffsetValueError,
-    OffsetShapeError, OffsetMismatchError, MaskCaptureGradientError, DenseMaskError, and every error of
-    tracing. DeviceMismatch if a captured tensor is on another device; TensorKindError and FreedStorageError
-    if a kernel cannot read one.
+    OffsetShapeError, OffsetMismatchError, MaskCaptureGradientError, DenseMaskError, ArgumentTypeError, and
+    every error of tracing. DeviceMismatch if a captured tensor is on another device; TensorKindError and
+    FreedStorageError if a kernel cannot read one.
 
     Source: Dong et al., Flex Attention, 2024.
 
@@ -89,10 +90,13 @@ def create_block_mask(
         block_mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 1024, 1024)
         print(block_mask)
     """
+    ArgumentTypeError.check_flags(separate_full_blocks=separate_full_blocks)
     block = block_pair(BLOCK_SIZE)
     if isinstance(mask_mod, Tensor):
         device = mask_mod.device if device is None else device
         mask_mod, (B, H, Q_LEN, KV_LEN) = dense_mask(mask_mod, (B, H, Q_LEN, KV_LEN))
+    elif not callable(mask_mod):
+        check_arity(mask_mod, "mask")  # before the sizes, which such a call may leave out
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
     here = device_of(device)
     positions = stated(q_offset, kv_offset, sizes[0], here, "the mask")
@@ -171,7 +175,7 @@ def _sizes(B: int | None, H: int | None, Q_LEN: int | None, KV_LEN: int | None) 
     for axis, (name, value) in enumerate((("B", B), ("H", H))):
         count = 1 if value is None else positive(value)
         if count is None:
-            raise MaskExtentError(name=name, value=value, axis=axis)
+            raise MaskExtentError(name=name, value=shown(value), axis=axis)
         counts.append(count)
     return counts[0], counts[1], length("Q_LEN", Q_LEN), length("KV_LEN", KV_LEN)
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from flexmod.block_mask.data import MaskData
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, groups_of, tile_count
+from flexmod.errors import ArgumentTypeError
+from flexmod.errors.base import shown
 from flexmod.ir.evaluate import evaluate
 
 # Elements of partial tiles to evaluate at a time.
@@ -92,7 +94,13 @@ def sparsity(mask: MaskData) -> float:
 
 
 def facts(mask: MaskData, budget: float = math.inf) -> Facts:
-    """The facts of a mask. Counts the elements of partial tiles if there are at most `budget`."""
+    """The facts of a mask. Counts the elements of partial tiles if there are at most `budget`.
+
+    Raises ArgumentTypeError.
+    """
+    if not isinstance(budget, (int, float)):
+        advice = "give a number of elements, e.g. 2**20"
+        raise ArgumentTypeError(name="budget", given=shown(budget), advice=advice)
     table, traced = mask.table(), mask.traced
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     while table.dim() < 4:

@@ -7,7 +7,7 @@ slicing, and its constructor checks that its parts fit together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +31,8 @@ from flexmod.block_mask.parts import (
 )
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, PARTIAL, Parts, keep_padding_partial
-from flexmod.errors import BlockMaskCombineError, NotABlockMask, SlicedTorchMaskError
+from flexmod.errors import ArgumentTypeError, BlockMaskCombineError, NotABlockMask, SlicedTorchMaskError
+from flexmod.errors.base import shown
 from flexmod.ir.composed import Derived, MaskMod, moved
 from flexmod.ir.source import mod_name
 from flexmod.runtime.private_torch import GetAttrKey, outside_of_graphs
@@ -135,6 +136,7 @@ class BlockMask(MaskData):
         `seq_lengths` (queries, keys) None: the lengths end with the last tiles. Raises the errors of
         BlockMask.
         """
+        ArgumentTypeError.check_flags(compute_q_blocks=compute_q_blocks)
         by_row = kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices
         parts = checked_lists(dict(zip(LISTS, by_row, strict=False)))
         block = block_pair(BLOCK_SIZE)
@@ -193,7 +195,9 @@ class BlockMask(MaskData):
     def cat(cls, masks: Sequence[BlockMask]) -> BlockMask:
         """Concatenates masks along the batch: entry 0 of the second mask follows the last of the first.
 
-        A mask with H=1 broadcasts, unless its mask_mod reads h. Raises BlockMaskCombineError.
+        A mask with H=1 broadcasts, unless its mask_mod reads h.
+
+        Raises BlockMaskCombineError, NotABlockMask and ArgumentTypeError.
 
         Example:
 
@@ -201,6 +205,11 @@ class BlockMask(MaskData):
             both = BlockMask.cat([one, other])
             assert both.shape == (2, 1, 512, 512)
         """
+        if not isinstance(masks, Iterable):
+            raise ArgumentTypeError(
+                name="masks", given=shown(masks), advice="give a list, BlockMask.cat([first, second])"
+            )
+        masks = tuple(masks)  # it may be a generator
         for mask in masks:
             if not isinstance(mask, BlockMask):
                 raise NotABlockMask.of(mask)
@@ -218,6 +227,7 @@ class BlockMask(MaskData):
 
         `flatten` puts in seq_lengths and BLOCK_SIZE as two numbers each, otherwise as pairs.
         """
+        ArgumentTypeError.check_flags(flatten=flatten)
         lengths, block = (
             (self.seq_lengths, self.BLOCK_SIZE) if flatten else ((self.seq_lengths,), (self.BLOCK_SIZE,))
         )
@@ -352,7 +362,9 @@ class BlockMask(MaskData):
 
         `density` shades by the share of elements that the mask keeps instead. `color` does so in a terminal's
         colors, and distinguishes full from partial tiles. Draws at most `grid_size` rows and columns (-1: a
-        cell for each tile), for the first `limit` pairs (b, h), or for all if negative. Raises GridSizeError.
+        cell for each tile), for the first `limit` pairs (b, h), or for all if negative.
+
+        Raises GridSizeError and ArgumentTypeError.
         """
         return pictures.text(fresh(self), grid_size, limit, density, color)
 
@@ -372,7 +384,8 @@ class BlockMask(MaskData):
         """Draws one batch and head with matplotlib into `target`: a file's name, axes, or None for a new
         figure. Returns the axes.
 
-        Masks of up to 1024 positions show each element. Raises MissingMatplotlib, BlockMaskIndexError.
+        Masks of up to 1024 positions show each element. Raises MissingMatplotlib, BlockMaskIndexError, and
+        ArgumentTypeError for a target of another type.
 
             mask.plot("mask.png")
         """
@@ -390,7 +403,7 @@ class BlockMask(MaskData):
     def facts(self, budget: float = math.inf) -> Facts:
         """Facts about the mask: density, whether every query has keys, and others.
 
-        Counts the elements of partial tiles if there are at most `budget`.
+        Counts the elements of partial tiles if there are at most `budget`. Raises ArgumentTypeError.
         """
         return facts(fresh(self), budget)
 
@@ -409,14 +422,14 @@ class BlockMask(MaskData):
             return f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, without values)"
         mask = fresh(self)
         shapes = [(name, None if part is None else part.shape) for name, part in mask._parts(LISTS).items()]
-        shown = [
+        listed = [
             *shapes,
             ("BLOCK_SIZE", mask.BLOCK_SIZE),
             ("shape", mask.shape),
             ("sparsity", f"{mask.sparsity():.2f}%"),
             ("mask_mod", getattr(mask.mask_mod, "__name__", mask.mask_mod)),
         ]
-        lines = [f"    {name}={value}" for name, value in shown]
+        lines = [f"    {name}={value}" for name, value in listed]
         if mask.positions is not None:
             lines.append(f"    {mask.positions}")
         return "BlockMask(\n" + ",\n".join(lines) + "\n)"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmod import errors
 from flexmod.block_mask.tiles import FULL, LISTS, Parts, dense, tile_count
-from flexmod.errors.base import a_type, counted
+from flexmod.errors.base import a_type, counted, shown
 from flexmod.ir.composed import MaskMod
 from flexmod.ir.fingerprint import remembered
 from flexmod.ir.graph import as_int, line_of_load, used_captures
@@ -27,7 +27,7 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     pair = [n for n in map(positive, given) if n is not None]
     if len(given) != 2 or len(pair) != 2:
         raise errors.BlockSizeError(
-            block_size=repr(block_size),
+            block_size=shown(block_size),
             problem="is neither an integer from 1 to 1073741824 nor a pair of them",
             advice="BLOCK_SIZE=128 or BLOCK_SIZE=(queries, keys)",
         )  # fmt: skip
@@ -46,7 +46,7 @@ def device_of(device: torch.device | str | int | None) -> torch.device:
         problem = "it must be a torch.device, the name of one or None"
     except (AssertionError, RuntimeError) as error:  # torch's own, for a device that is not there
         problem = str(error).splitlines()[0].rstrip(".")
-    raise errors.NoDeviceError(device=repr(device), problem=problem)
+    raise errors.NoDeviceError(device=shown(device), problem=problem)
 
 
 def length(name: str, value: SupportsIndex | None) -> int:
@@ -57,7 +57,7 @@ def length(name: str, value: SupportsIndex | None) -> int:
         advice = f"give the number of positions, e.g. {name}={tensor}.shape[2]"
         if as_int(value) == 0:
             advice = "call flex_attention without a block mask where there are no queries or no keys"
-        raise errors.LengthError(name=name, value=repr(value), advice=advice)
+        raise errors.LengthError(name=name, value=shown(value), advice=advice)
     return number
 
 
@@ -65,7 +65,7 @@ def length_pair(lengths: object) -> tuple[int, int]:
     """Numbers of queries and of keys as ints. Raises LengthError and BlockMaskPartsError."""
     if not isinstance(lengths, (tuple, list)) or len(lengths) != 2:
         raise errors.BlockMaskPartsError(
-            problem=f"seq_lengths is {lengths!r}, not the numbers of queries and of keys",
+            problem=f"seq_lengths is {shown(lengths)}, not the numbers of queries and of keys",
             advice="write seq_lengths=(query.shape[2], key.shape[2])",
         )
     return length("Q_LEN", lengths[0]), length("KV_LEN", lengths[1])

@@ -25,7 +25,8 @@ from flexmod.block_mask.combine import sliced
 from flexmod.block_mask.data import MaskData
 from flexmod.block_mask.facts import ON_CPU, Cells, cells, sparsity, tokens
 from flexmod.block_mask.tiles import EMPTY, tile_count
-from flexmod.errors import GridSizeError, MissingMatplotlib
+from flexmod.errors import ArgumentTypeError, GridSizeError, MissingMatplotlib
+from flexmod.errors.base import shown
 from flexmod.ir.graph import as_int
 from flexmod.runtime.locks import lazy_imports
 
@@ -57,7 +58,11 @@ SIDE, LEFT, TOP, FONT = 480.0, 64.0, 40.0, 12
 def text(
     mask: MaskData, grid_size: int | tuple[int, int], limit: int, density: bool = False, color: bool = False
 ) -> str:
-    """Draws a mask as text; see `BlockMask.to_string`. Raises GridSizeError."""
+    """Draws a mask as text; see `BlockMask.to_string`. Raises GridSizeError and ArgumentTypeError."""
+    ArgumentTypeError.check_flags(density=density, color=color)
+    if as_int(limit) is None:
+        advice = "give a number of pairs (b, h), or -1 for all"
+        raise ArgumentTypeError(name="limit", given=shown(limit), advice=advice)
     batch_shape = mask.storage.batch
     count = math.prod(batch_shape)
     all_places = itertools.product(*map(range, batch_shape))
@@ -66,8 +71,7 @@ def text(
     shape = listed.shape[-2:]
     grid = _grid_of(shape, grid_size)
     if density or color:
-        shown = [cells(sliced(mask, place) if place else mask, grid) for place in places]
-        grids = [_by_density(one, color) for one in shown]
+        grids = [_by_density(cells(sliced(mask, place) if place else mask, grid), color) for place in places]
     else:
         steps = tile_count(shape[0], grid[0]), tile_count(shape[1], grid[1])
         grids = [_grid(listed[place], steps) for place in places]
@@ -103,7 +107,7 @@ def svg(mask: MaskData) -> str:
 
 def plot(mask: MaskData, target: Any = None) -> Any:
     """Draws a mask of one batch and one head with matplotlib, into `target`: the name of a file, axes, or
-    None for a new figure. Returns the axes. Raises MissingMatplotlib.
+    None for a new figure. Returns the axes. Raises MissingMatplotlib and ArgumentTypeError.
     """
     try:
         from matplotlib import pyplot
@@ -117,6 +121,9 @@ def plot(mask: MaskData, target: Any = None) -> Any:
         height = 1.4 + 5.2 * mask.seq_lengths[0] / mask.seq_lengths[1]
         inches = (6.0, min(max(height, 2.8), 9.0))
         figure = (Figure if to_file else pyplot.figure)(figsize=inches, layout="constrained")
+    elif not hasattr(target, "imshow"):
+        advice = "give a file's name, axes of matplotlib, or nothing for a new figure"
+        raise ArgumentTypeError(name="target", given=shown(target), advice=advice)
     axes = target if figure is None else figure.subplots()
     drawn = _drawn(mask, "plot")
     queries, keys = mask.seq_lengths

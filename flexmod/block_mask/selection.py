@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import BlockMaskIndexError
-from flexmod.errors.base import counted
+from flexmod.errors.base import counted, shown
 from flexmod.ir.composed import Derived, MaskMod
 from flexmod.ir.graph import as_int, as_position, expect_size
 from flexmod.ir.offsets import IndexMap
@@ -185,7 +185,7 @@ class _Ask:
     def refuse(self, problem: str, advice: str) -> NoReturn:
         axes = f"({', '.join(AXES)})" if len(self.shape) == 3 else "counts"
         raise BlockMaskIndexError(
-            shape=self.shape, axes=axes, index=self.index, problem=problem, advice=advice
+            shape=self.shape, axes=axes, index=shown(self.index), problem=problem, advice=advice
         )
 
     def chosen(self, entry: Any, axis: int) -> Chosen:

@@ -17,6 +17,7 @@ from flexmod.block_mask.data import positions_in
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls import checks, float8, library, prepared
 from flexmod.calls.float8 import Scales
+from flexmod.errors.base import shown
 from flexmod.ir.offsets import OffsetLike, of_call
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import compiles_frames, dynamo, in_forward_ad, in_transform
@@ -155,9 +156,9 @@ def flex_attention(
         masks    NotABlockMask, MaskLengthError, MaskBroadcastError, MaskReadsBroadcastIndex,
                  SlicedTorchMaskError, OffsetMismatchError
         mods     what tracing raises: ModArityError, ControlFlowError, UnknownOperationError, ...
-        options  LayoutError, ReturnArgumentsError, UnknownOption, OptionValueError, FlashBackendError,
-                 DecodeBackendError, BackendDeviceError, TemplateError, NotTunedError, NoTileFits,
-                 RoundedProductsError, MisaddressedProductsError
+        options  ArgumentTypeError, LayoutError, ReturnArgumentsError, UnknownOption, OptionValueError,
+                 FlashBackendError, DecodeBackendError, BackendDeviceError, TemplateError, NotTunedError,
+                 NoTileFits, RoundedProductsError, MisaddressedProductsError
 
     Transforms of torch.func raise VmapError and ForwardModeError, a second backward DoubleBackwardError,
     torch.jit.trace JitTraceError.
@@ -224,11 +225,15 @@ def results_of(
         attend = in_graph
     elif compiling or compiles_frames():
         attend = torch.compiler.disable(attend)
+    errors.ArgumentTypeError.check_flags(return_lse=return_lse)
     if return_lse and return_aux is not None:
         raise errors.ReturnArgumentsError()
-    if return_aux is not None and not (hasattr(return_aux, "lse") and hasattr(return_aux, "max_scores")):
+    # torch's AuxRequest has these fields too
+    if return_aux is not None and not all(
+        isinstance(getattr(return_aux, name, None), bool) for name in ("lse", "max_scores")
+    ):
         raise errors.ArgumentTypeError(
-            name="return_aux", given=repr(return_aux),
+            name="return_aux", given=shown(return_aux),
             advice="give AuxRequest(lse=True, max_scores=True), or False for what you do not need",
         )  # fmt: skip
     want_max = return_aux is not None and return_aux.max_scores
@@ -282,6 +287,7 @@ def _attend(
 ) -> Forward:
     """Runs flex_attention's call outside of torch.compile."""
     tensor_kinds.refuse_jit_trace()
+    errors.ArgumentTypeError.check_flags(enable_gqa=enable_gqa)
     options = parse_options(kernel_options)
     of_mask = positions_in(block_mask)
     if q_offset is not None or kv_offset is not None or of_mask is not None:
@@ -307,6 +313,8 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
     score_mod, block_mask, scale, enable_gqa, kernel_options, *others = rest
     q_offset, kv_offset, scales, out_dtype, want_max = others
     try:
+        errors.ArgumentTypeError.check_flags(enable_gqa=enable_gqa)
+        enable_gqa = True if enable_gqa else False  # noqa: SIM210  # a guard, if it compares sizes
         options = parse_options(kernel_options)
         of_mask = positions_in(block_mask)
         positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)

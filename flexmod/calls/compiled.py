@@ -23,6 +23,7 @@ from flexmod.calls.attention import AuxOutput, AuxRequest, ScoreFunction, by_ove
 from flexmod.calls.float8 import Scales
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.variant import EXTENTS, spec_for
+from flexmod.errors.base import shown
 from flexmod.ir.composed import MaskMod
 from flexmod.ir.fingerprint import Seen, remember, tensor_key
 from flexmod.ir.offsets import OffsetLike, Positions, positions_of, stated
@@ -84,9 +85,10 @@ def compile(
     `torch.utils.swap_tensors`). It does not see writes that torch does not count: through `t.data` or
     `t.numpy()`, by an optimizer with `fused=True`, or by your own kernel.
 
-    Raises what tracing raises, LayoutError, UnknownOption, OptionValueError, OffsetTypeError,
-    OffsetValueError and OffsetShapeError. Raises LibraryArgumentError for an invalid dtype, head_dim or
-    value_dim, for only one of dtype and head_dim, and for value_dim without them.
+    Raises what tracing raises, ScaleError, ScaleValueError, LayoutError, UnknownOption, OptionValueError,
+    OffsetTypeError, OffsetValueError and OffsetShapeError. Raises ArgumentTypeError for an invalid
+    enable_gqa, or kernel_options that are no dict. Raises LibraryArgumentError for an invalid dtype, head_dim
+    or value_dim, for only one of dtype and head_dim, and for value_dim without them.
 
     Example:
 
@@ -129,7 +131,9 @@ class CompiledAttention(Inspection):
         self._positions = positions
         given = {"score": score_mod, "mask": mask_mod}
         self._mods = {kind: mod for kind, mod in given.items() if mod is not None}
-        self._scale, self._enable_gqa, self._options = scale, enable_gqa, parse(kernel_options)
+        errors.ArgumentTypeError.check_flags(enable_gqa=enable_gqa)
+        self._scale, self._enable_gqa = prepared.checked_scale(scale), enable_gqa
+        self._options = parse(kernel_options)
         self._layout = layout_of(layout)
         self._on: dict[torch.device, _TracedMods] = {}
         self._bound: dict[object, _KnownCall] = {}
@@ -269,14 +273,15 @@ class CompiledAttention(Inspection):
             return None
         size = "a whole number above 0, with dtype beside it"
         of_value = head_dim if value_dim is None else value_dim
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         for name, value, right, rule in (
-            ("dtype", dtype, isinstance(dtype, torch.dtype), "a torch.dtype, with head_dim beside it"),
+            ("dtype", dtype, is_float, "a floating-point torch.dtype, with head_dim beside it"),
             ("head_dim", head_dim, type(head_dim) is int and head_dim > 0, size),
             ("value_dim", of_value, type(of_value) is int and of_value > 0, size),
         ):
             if not right:
                 raise errors.LibraryArgumentError(
-                    function="compile", name=name, value=repr(value), rule=rule,
+                    function="compile", name=name, value=shown(value), rule=rule,
                     advice=f"write {CALL}, or neither",
                 )  # fmt: skip
         spec = spec_for(

@@ -91,6 +91,7 @@ def varlen_attention(
         packed = (x[0].transpose(0, 1) for x in (query, key, value))  # [1024, 8, 64]
         out = varlen_attention(*packed, cu_seqlens, mask_mod=masks.causal())
     """
+    errors.ArgumentTypeError.check_flags(return_lse=return_lse)
     named: dict[str, Any] = {"query": query, "key": key, "value": value}
     starts = {"cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv}
     for name, tensor in named.items():
@@ -180,6 +181,7 @@ def nested_attention(
         nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
         out = nested_attention(nested, nested, nested, mask_mod=masks.causal())
     """
+    errors.ArgumentTypeError.check_flags(return_lse=return_lse)
     named: dict[str, Any] = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):

@@ -214,7 +214,7 @@ def _check_and_attend(
         return attend(query, key, value, mask, asked, dispatch)
     tensor_kinds.check({"query": query, "key": key, "value": value})
     backend_of(options, query)  # raises before any cast or trace
-    asked = asked._replace(scale=_scale(asked.scale))
+    asked = asked._replace(scale=checked_scale(asked.scale))
     autocast = autograd.autocasts(query.device.type)
     query, key, value = cast_by_autocast(query, key, value)
     with autograd.no_autocast(query.device.type):
@@ -259,7 +259,7 @@ def checked(call: TracedCall, places: tuple[int, ...], autocast: bool = False) -
     """Checks and prepares a call; `places` and `autocast` as in `PreparedCall`."""
     query, key, _, source, mask, asked, track = call
     backend = _check(call)
-    scale = _scale(asked.scale)
+    scale = checked_scale(asked.scale)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     lowered, own = (None, None) if source is None else _lowered(backend, query, key, source, mask)
     problem = Problem(
@@ -291,7 +291,7 @@ def _check(call: TracedCall) -> str:
     return backend
 
 
-def _scale(scale: Any) -> float | None:
+def checked_scale(scale: Any) -> float | None:
     """Returns the scale as a float. Raises ScaleError (also for a tensor, which would get no gradient) and
     ScaleValueError.
     """

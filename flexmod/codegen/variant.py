@@ -17,6 +17,7 @@ from flexmod.codegen.expressions import reads_pair
 from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, Direction, KernelSpec
 from flexmod.errors import ArgumentTypeError
+from flexmod.errors.base import shown
 from flexmod.ir.graph import ExpectedSize, Graph
 from flexmod.ir.ops import HALF
 from flexmod.ir.passes import Extents
@@ -109,7 +110,7 @@ def _check(dtype: object, head_dim: object, value_dim: object, block_size: objec
         ("block_size", block_size, all(map(_is_size, sides)), "give e.g. 128 or (128, 64)"),
     ):
         if not is_right:
-            raise ArgumentTypeError(name=name, given=repr(value), advice=advice)
+            raise ArgumentTypeError(name=name, given=shown(value), advice=advice)
 
 
 def _is_size(value: object) -> bool:

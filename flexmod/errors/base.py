@@ -46,6 +46,15 @@ def a_type(value: object) -> str:
     return f"{'an' if name.startswith((*'aeioAEIO', 'nd')) else 'a'} {name}"
 
 
+def shown(value: object) -> str:
+    """Returns an argument as an error quotes it: its repr, or its kind where that says no more in a line."""
+    text = repr(value)
+    if len(text) <= 100 and "\n" not in text and " at 0x" not in text:
+        return text
+    shape = getattr(value, "shape", None)
+    return a_type(value) if shape is None else f"{a_type(value)} of shape {list(shape)}"
+
+
 class _Noticed(threading.local):
     made: list[FlexmodError] | None = None  # errors with a user's line, while this thread traces a mod
 

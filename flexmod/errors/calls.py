@@ -6,7 +6,7 @@ construction, indexing, combination and pictures, and its fit to a call.
 
 from __future__ import annotations
 
-from flexmod.errors.base import FlexmodError, a_type, counted
+from flexmod.errors.base import FlexmodError, a_type, counted, shown
 
 
 class NotFourDimensional(FlexmodError, ValueError, NotImplementedError):
@@ -246,6 +246,13 @@ class OffsetMismatchError(FlexmodError, ValueError):
 class ArgumentTypeError(FlexmodError, TypeError):
     what = "{name} is {given}."
 
+    @classmethod
+    def check_flags(cls, **flags: object) -> None:
+        """Raises the error if a flag is neither True nor False: such a value was meant for another argument."""
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise cls(name=name, given=shown(value), advice=f"give {name}=True or {name}=False")
+
 
 class ReturnArgumentsError(FlexmodError, ValueError):
     what = "both return_lse and return_aux are given."
@@ -352,7 +359,7 @@ class DenseMaskError(FlexmodError, ValueError):
 
 
 class MaskExtentError(FlexmodError, ValueError):
-    what = "{name} is {value!r}; it must be an integer from 1 to 1073741824 or None."
+    what = "{name} is {value}; it must be an integer from 1 to 1073741824 or None."
     instead = "give {name}=query.shape[{axis}], or None if the mask is the same for each."
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flexmod import errors
-from flexmod.errors.base import a_type
+from flexmod.errors.base import a_type, shown
 from flexmod.ir.composed import Derived, Movable
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import as_int, expect_size
@@ -55,7 +55,7 @@ class Offset:
         ):
             if not right:
                 raise errors.LibraryArgumentError(
-                    function="Offset", name=name, value=repr(value), rule=rule, advice=advice
+                    function="Offset", name=name, value=shown(value), rule=rule, advice=advice
                 )
         self.values, self.bound = values, largest
 

@@ -49,9 +49,13 @@ def user_line() -> Where | None:
     return place_of(user_frame())
 
 
-def user_frame() -> FrameType | None:
+def user_frame(library: bool = True) -> FrameType | None:
+    """The innermost frame of a user's code, or of a mod of the library unless `library` is False."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file) and (library or not file.startswith(_LIBRARY_MODS)):
+            break
         frame = frame.f_back
     return frame
 
@@ -138,6 +142,8 @@ def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:
             expected = _of_tensor(what, mod)
         elif type(mod).__name__ == "BlockMask":
             expected += ", and the BlockMask as block_mask=block_mask"
+        elif hasattr(mod, "__array__") and what.startswith("mask"):
+            expected += ", or make the array a tensor, torch.from_numpy(dense)"
         raise errors.NotCallable(mod=what, type=a_type(mod), expected=expected)
     check_made(mod)
     try:
@@ -158,7 +164,8 @@ def check_made(mod: object) -> None:
         needs = [p.name for p in inspect.signature(mod).parameters.values() if p.default is p.empty]  # type: ignore[arg-type]
         kind = "mask" if package == "masks" else "score"
         call = f"{package}.{name}({', '.join(needs)})"
-        raise errors.NotMadeError(function=f"{package}.{name}", kind=kind, call=call, where=user_line())
+        where = place_of(user_frame(library=False))
+        raise errors.NotMadeError(function=f"{package}.{name}", kind=kind, call=call, where=where)
 
 
 def _of_tensor(what: str, tensor: torch.Tensor) -> str:

@@ -181,6 +181,7 @@ def test_concatenated_masks_pickle_and_say_what_they_are():
     assert torch.equal(kept(pickle.loads(pickle.dumps(mask))), kept(mask))
     assert mask.resize(131, 131).shape == (2, 1, 131, 131)
     assert BlockMask.cat([PARTS["causal"](), PARTS["one"]()]).mask_mod.__name__ == "causal_mask"
+    assert BlockMask.cat(part() for part in (PARTS["one"], PARTS["one"])).shape[0] == 2  # type: ignore[arg-type]
 
 
 def test_masks_that_do_not_concatenate():
