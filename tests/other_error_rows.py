@@ -15,7 +15,7 @@ from call_error_rows import Row, call, x
 from triton.runtime.errors import OutOfResources
 
 import flexmod
-from flexmod import compare, errors, masks
+from flexmod import compare, errors, masks, mods
 from flexmod.block_mask import build
 from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen import cache
@@ -224,6 +224,12 @@ ROWS: list[Row] = [
         "natten: kernel is 4; it must be odd on axes that are not causal, and times the dilation at most the "
         "extent, (8, 8).\n"
         "  Instead: write kernel=7 or kernel=(5, 7).",
+    ),
+    (
+        errors.LibraryArgumentError,
+        lambda: mods.alibi_slopes("8"),  # type: ignore[arg-type]
+        "alibi_slopes: heads is '8'; it must be an integer of 1 or more.\n"
+        "  Instead: give the number of query heads, query.shape[1].",
     ),
     (
         errors.LibraryArgumentError,

@@ -146,8 +146,15 @@ def test_nothing_runs_before_the_checks() -> None:
         lambda device: flexmod.create_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, device),
         lambda device: create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8, "cpu").to(device),
         lambda device: flexmod.compare("causal", device=device),
+        lambda device: flexmod.masks.tile_order((8, 8), (4, 4), device),
+        lambda device: flexmod.masks.morton_order((8, 8), device),
+        lambda device: flexmod.mods.alibi_slopes(8, device),
+        lambda device: flexmod.mods.sandwich(8, 16, device=device),
     ],
-    ids=["create_block_mask", "create_mask", "to", "compare"],
+    ids=[
+        "create_block_mask", "create_mask", "to", "compare",
+        "tile_order", "morton_order", "alibi_slopes", "sandwich",
+    ],
 )
 def test_a_device_that_is_not_there(mistake: Callable[[str], Any]) -> None:
     for device in ("cuda", "gpu"):

@@ -511,6 +511,17 @@ EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
         (lambda: masks.global_window(8, 2, None), "global_window: causal is None", FLAG),
         (lambda: masks.document(LENGTHS, LENGTHS), "document: causal is a tensor [2, 3]", FLAG),
         (lambda: masks.document(lengths=LENGTHS, total=0), "document: total is 0", "an integer of 1 or more"),
+        (lambda: masks.document(LENGTHS, total=3), "document: total is 3", "left out with ids"),
+        (
+            lambda: masks.jagged(torch.tensor([0, 8]), total="8"),
+            "jagged: total is '8'",
+            "an integer of 0 or more",
+        ),
+        (
+            lambda: masks.shared_prefix(torch.arange(64), 10),
+            "shared_prefix: prefix is a Tensor of shape [64]",
+            "an integer of 0 or more",
+        ),
         (
             lambda: masks.vision_cross(torch.zeros(4, 3, dtype=torch.int64), torch.arange(8)),
             "vision_cross: intervals is torch.int64 [4, 3]",
@@ -539,6 +550,13 @@ def test_refusals(call, facts, rule):
     with pytest.raises(errors.LibraryArgumentError) as caught:
         call()
     assert str(caught.value).startswith(f"{facts}; it must be {rule}.\n  Instead: ")
+
+
+@pytest.mark.parametrize("packing", [{"lengths": LENGTHS[0, :0]}, {"cu_seqlens": torch.tensor([0])}])
+def test_no_document_at_all(packing):
+    with pytest.raises(errors.CallSizeError):
+        create_block_mask(masks.document(**packing), None, None, 8, 8, "cpu")
+    assert create_mask(masks.document(**packing, total=8), None, None, 8, 8, "cpu").all()
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,8 @@ EVEN, ROPE = torch.zeros(2, 4), torch.zeros(1, 1, 5, 2)
             "True or False",
         ),
         (lambda: mods.sandwich(8, 0), "sandwich: length is 0", "an integer of 1 or more"),
+        (lambda: mods.sandwich(8, 4, 7), "sandwich: dim is 7", "a positive even integer"),
+        (lambda: mods.sandwich(8, 4, "16"), "sandwich: dim is '16'", "a positive even integer"),
         (
             lambda: mods.graphormer_spatial(LENGTHS, LENGTHS),
             "graphormer_spatial: distances is torch.float64 [5, 3]",

@@ -1,4 +1,4 @@
-"""Checks the arguments of the functions that make masks and score mods. Each check raises
+"""Checks the arguments of the functions that make masks and score mods. Most checks raise
 LibraryArgumentError.
 """
 
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.block_mask.parts import device_of
 from flexmod.errors import LibraryArgumentError
-from flexmod.errors.base import a_type, counted
+from flexmod.errors.base import a_type, counted, shown
 from flexmod.ir.graph import as_int
 from flexmod.ir.proxy import plain_number
 from flexmod.runtime import config, tensor_kinds
@@ -30,15 +31,25 @@ def whole(value: object) -> int | None:
     return None if isinstance(value, Tensor) else as_int(value)
 
 
-def check_number(function: str, name: str, value: Any, least: int) -> int:
+def check_number(
+    function: str, name: str, value: Any, least: int, advice: str = "count it in positions"
+) -> int:
     """Returns `value` as an int if it is an integer of `least` or more."""
     number = whole(value)
     if number is not None and number >= least:
         return number
-    raise LibraryArgumentError(
-        function=function, name=name, value=repr(value), rule=f"an integer of {least} or more",
-        advice="count it in positions",
-    )  # fmt: skip
+    rule = f"an integer of {least} or more"
+    raise LibraryArgumentError(function=function, name=name, value=shown(value), rule=rule, advice=advice)
+
+
+def check_heads(function: str, value: Any) -> int:
+    """Returns a number of query heads as an int."""
+    return check_number(function, "heads", value, 1, "give the number of query heads, query.shape[1]")
+
+
+def checked_device(device: Any) -> torch.device | None:
+    """Returns the device, or None for torch's default. Raises NoDeviceError."""
+    return None if device is None else device_of(device)
 
 
 def check_flag(function: str, name: str, value: Any) -> bool:
@@ -145,7 +156,7 @@ def check_extents(function: str, name: str, value: Any, axes: int | None = None)
     if axes is None:
         advice = "write (length,), (height, width) or (frames, height, width)"
     raise LibraryArgumentError(
-        function=function, name=name, value=repr(value),
+        function=function, name=name, value=shown(value),
         rule=f"a tuple of {axes or '1, 2 or 3'} positive integers", advice=advice,
     )  # fmt: skip
 
@@ -168,7 +179,7 @@ def check_positive(function: str, name: str, value: Any) -> int | float:
     if number is not None and not isinstance(number, bool) and 0 < number < math.inf:
         return number
     raise LibraryArgumentError(
-        function=function, name=name, value=repr(value), rule="a positive finite number",
+        function=function, name=name, value=shown(value), rule="a positive finite number",
         advice=f"write e.g. {function}(50.0)",
     )  # fmt: skip
 

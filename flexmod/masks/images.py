@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
+from flexmod.errors.base import shown
 from flexmod.ir.composed import Mask
 from flexmod.ir.graph import as_position, expect_size, look_up
 from flexmod.ir.offsets import LARGEST
 from flexmod.ir.source import check_arity
-from flexmod.masks.checks import MaskMod, check_extents, check_number, check_tensor, check_tiles
+from flexmod.masks.checks import (
+    MaskMod,
+    check_extents,
+    check_number,
+    check_tensor,
+    check_tiles,
+    checked_device,
+)
 
 LEAST = -(2**29)  # an order may mark padding by a negative number; differences of positions fit in int32
 
@@ -144,7 +152,7 @@ def natten(
     dilations = check_extents("natten", "dilation", dilations, axes)
     if len(causals) != axes or not all(isinstance(ends, bool) for ends in causals):
         raise LibraryArgumentError(
-            function="natten", name="causal", value=repr(causal),
+            function="natten", name="causal", value=shown(causal),
             rule=f"True, False or a tuple of {axes} of them",
             advice="write e.g. causal=(True, False, False) for a video",
         )  # fmt: skip
@@ -389,7 +397,7 @@ def tile_order(
     """
     tile, counts = check_tiles("tile_order", extent, tile)
     sizes = [n for pair in zip(counts, tile, strict=True) for n in pair]
-    numbers = torch.arange(math.prod(sizes), dtype=torch.int32, device=device).view(sizes)
+    numbers = torch.arange(math.prod(sizes), dtype=torch.int32, device=checked_device(device)).view(sizes)
     return numbers.permute(*range(0, len(sizes), 2), *range(1, len(sizes), 2)).flatten().contiguous()
 
 
@@ -409,7 +417,7 @@ def morton_order(extent: tuple[int, ...], device: torch.device | str | None = No
         mask_mod = masks.reordered(masks.natten((32, 32), kernel=7), order)
         block_mask = create_block_mask(mask_mod, None, None, 1024, 1024)
     """
-    extent = check_extents("morton_order", "extent", extent)
+    extent, device = check_extents("morton_order", "extent", extent), checked_device(device)
     coordinates = torch.meshgrid(*(torch.arange(n, device=device) for n in extent), indexing="ij")
     code = torch.zeros(extent, dtype=torch.int64, device=device)
     bits = max(extent).bit_length()

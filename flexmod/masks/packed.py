@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
+from flexmod.errors.base import shown
 from flexmod.ir.composed import Mask
 from flexmod.ir.graph import as_position, expect_size, look_up
 from flexmod.ir.source import check_arity
@@ -95,6 +96,11 @@ def _document_ids(
         )  # fmt: skip
     shapes = {"ids": "[S] or [B, S]", "lengths": "[n] or [B, n]", "cu_seqlens": "[n + 1] or [B, n + 1]"}
     value = check_tensor("document", named[0], given[named[0]], ranks=(1, 2), shapes=shapes[named[0]])
+    if ids is not None and total is not None:
+        raise LibraryArgumentError(
+            function="document", name="total", value=shown(total), rule="left out with ids",
+            advice="write document(ids): ids has a document for each position",
+        )  # fmt: skip
     if ids is not None:
         return ids
     if total is not None:
@@ -104,7 +110,9 @@ def _document_ids(
         name, starts = "the running total of lengths", torch.nn.functional.pad(value.cumsum(-1), (1, 0))
     check_starts("document", name, starts, total, ranks=(1, 2), shapes=shapes["cu_seqlens"])
     ends = starts[..., 1:].long()
-    positions = torch.arange(int(ends.max()) if total is None else total, device=ends.device)
+    if total is None:
+        total = int(starts.max()) if starts.numel() else 0
+    positions = torch.arange(total, device=ends.device)
     in_rows = positions.expand(*ends.shape[:-1], -1).contiguous()
     return torch.searchsorted(ends.contiguous(), in_rows, right=True, out_int32=True)
 
@@ -330,11 +338,16 @@ def sequences(
     """Returns two functions of q_idx and kv_idx, for packed sequences as `jagged` takes them: are both in one
     sequence? And the number of the query's sequence, and both positions in their own sequences.
     """
+    totals = {"total": total, "kv_total": kv_total}
+    total, kv_total = (
+        number if number is None else check_number("jagged", name, number, least=0)
+        for name, number in totals.items()
+    )
     check_packing("jagged", {"offsets": offsets, "kv_offsets": kv_offsets}, total, kv_total)
     sequence, start = _places(offsets, total)
     kv_sequence, kv_start = sequence, start
     if kv_offsets is not None or kv_total not in (None, sequence.shape[0]):
-        kv_sequence, kv_start = _places(offsets if kv_offsets is None else kv_offsets, kv_total, "kv_total")
+        kv_sequence, kv_start = _places(offsets if kv_offsets is None else kv_offsets, kv_total)
     kv_name, last = "offsets" if kv_offsets is None else "kv_offsets", offsets.shape[0] - 1
 
     def same(q_idx: Any, kv_idx: Any) -> Any:
@@ -349,13 +362,9 @@ def sequences(
     return same, within
 
 
-def _places(offsets: Tensor, total: int | None, name: str = "total") -> tuple[Tensor, Tensor]:
-    """Returns each position's sequence and that sequence's start, int32 [total], from offsets [n + 1].
-
-    `name` is the argument that `total` was given as.
-    """
-    count = int(offsets[-1]) if total is None else check_number("jagged", name, total, least=0)
-    positions = torch.arange(count, device=offsets.device)
+def _places(offsets: Tensor, total: int | None) -> tuple[Tensor, Tensor]:
+    """Returns each position's sequence and that sequence's start, int32 [total], from offsets [n + 1]."""
+    positions = torch.arange(int(offsets[-1]) if total is None else total, device=offsets.device)
     sequence = torch.searchsorted(offsets[1:].long(), positions, right=True, out_int32=True)
     return sequence, offsets.to(torch.int32)[sequence]
 

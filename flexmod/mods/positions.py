@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
+from flexmod.errors.base import shown
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import expect_size, look_up
-from flexmod.masks.checks import check_flag, check_float, check_number, whole
+from flexmod.masks.checks import check_flag, check_float, check_heads, check_number, checked_device, whole
 
 
 def alibi(slopes: int | Tensor) -> ScoreMod:
@@ -79,11 +80,11 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
         slopes = mods.alibi_slopes(12)
         assert slopes[:8].tolist() == mods.alibi_slopes(8).tolist()
     """
-    heads = check_number("alibi_slopes", "heads", heads, least=1)
+    heads = check_heads("alibi_slopes", heads)
     below = 1 << (heads.bit_length() - 1)
     exponents = [-8 * (h + 1) / below for h in range(below)]
     exponents += [-4 * (2 * h + 1) / below for h in range(heads - below)]
-    return torch.tensor([2.0**exponent for exponent in exponents], device=device)
+    return torch.tensor([2.0**exponent for exponent in exponents], device=checked_device(device))
 
 
 def relative_position() -> ScoreMod:
@@ -262,8 +263,8 @@ def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str
 
         score + sum over i < dim / 2 of cos((q_idx - kv_idx) / 10000 ** (2 * i / dim)) * heads / (8 * (h + 1))
 
-    `heads` is H, `length` the number of positions and `dim` the width of the embeddings. The mod looks the
-    sums up in a table [length] on `device`. Use it with a causal mask.
+    `heads` is H, `length` the number of positions and `dim` the even width of the embeddings. The mod looks
+    the sums up in a table, float32 [length], on `device`. Use it with a causal mask.
 
     Both positions count from 0. With a key/value cache, where the queries are the last M of N positions,
     shift the queries: lambda s, b, h, q, k: sandwich_mod(s, b, h, q + N - M, k).
@@ -284,12 +285,18 @@ def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str
            0.58   1.54   2.00   1.54
            0.01   0.58   1.54   2.00
     """
-    heads = check_number("sandwich", "heads", heads, least=1)
+    heads = check_heads("sandwich", heads)
     length = check_number("sandwich", "length", length, least=1)
-    dim = check_number("sandwich", "dim", dim, least=2)
+    even = whole(dim)
+    if even is None or even < 2 or even % 2:
+        raise LibraryArgumentError(
+            function="sandwich", name="dim", value=shown(dim), rule="a positive even integer",
+            advice="give the width of the embeddings, e.g. 128",
+        )  # fmt: skip
+    dim = even
     rates = 10000.0 ** (-2.0 * torch.arange(dim // 2, dtype=torch.float64, device="cpu") / dim)
     angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rates
-    here = torch.get_default_device() if device is None else device
+    here = checked_device(device) or torch.get_default_device()
     products = angles.cos().sum(-1).to(device=here, dtype=torch.float32)
 
     @ScoreMod
