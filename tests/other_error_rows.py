@@ -227,6 +227,18 @@ ROWS: list[Row] = [
     ),
     (
         errors.LibraryArgumentError,
+        lambda: call(score_mod=lambda score, *position: mods.softcap(score)(score, *position)),
+        "softcap: cap is Proxy(score: float32); it must be a positive finite number.\n"
+        "  Instead: write e.g. softcap(50.0).",
+    ),
+    (
+        errors.OperationArgumentError,
+        lambda: flexmod.tanh_approximate(0.5),
+        "flexmod.tanh_approximate was called with a float.\n"
+        "  Instead: give it a traced scalar or a tensor, and a number to math.tanh.",
+    ),
+    (
+        errors.LibraryArgumentError,
         lambda: mods.alibi_slopes("8"),  # type: ignore[arg-type]
         "alibi_slopes: heads is '8'; it must be an integer of 1 or more.\n"
         "  Instead: give the number of query heads, query.shape[1].",
@@ -292,10 +304,22 @@ ROWS: list[Row] = [
     (
         errors.NoKernelsError,
         lambda: flexmod.explain(head_dim=264, value_dim=64).plan["hopper forward"],
-        "there are no kernels 'hopper forward' for this variant; there are: 'portable forward', "
+        "there is no 'hopper forward' for this variant; there is: 'portable forward', "
         "'portable backward'.\n"
         "  Instead: print(flexmod.explain(...)), which says why a family cannot serve; its `source` has the "
         "portable kernels.",
+    ),
+    (
+        errors.NoKernelsError,
+        lambda: flexmod.compile(dtype=torch.float32, head_dim=16).source["fwd"],
+        "there is no 'fwd' for this variant; there is: 'forward', 'backward'.\n"
+        "  Instead: take one of these names, or print all.",
+    ),
+    (
+        errors.NoKernelsError,
+        lambda: flexmod.compile(mods.softcap(3.0)).graph["mask"],
+        "there is no 'mask' for this variant; there is: 'score', 'grad'.\n"
+        "  Instead: take one of these names, or print all.",
     ),
     (
         errors.NotAGpuError,

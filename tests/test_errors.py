@@ -23,8 +23,8 @@ IN_A_MOD = {
     "ModArityError", "MaskResultError", "ScoreResultError", "NotScalarError", "NoResultError",
     "ControlFlowError", "ConcreteValueError", "ForeignCaptureError",
     "ReductionError", "RandomNumberError", "MutationError",
-    "UnknownOperationError", "OperationArgumentError", "IndexDtypeError", "CaptureIndexError",
-    "ModDtypeError", "NoDerivativeError",
+    "UnknownAttributeError", "UnknownOperationError", "OperationArgumentError",
+    "IndexDtypeError", "CaptureIndexError", "ModDtypeError", "NoDerivativeError",
 }  # fmt: skip
 ROWS = [*call_error_rows.ROWS, *other_error_rows.ROWS]
 

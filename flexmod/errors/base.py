@@ -94,7 +94,7 @@ class FlexmodError(Exception):
         lines = [self.what.format(**facts)]
         if where is not None:
             lines.append(f"  at {where}")
-            if _noticed.made is not None:
+            if _noticed.made is not None and not isinstance(self, AttributeError):  # hasattr() swallows that
                 _noticed.made.append(self)
         lines.append(f"  Instead: {self.instead.format(**facts)}")
         self.message = "\n".join(lines)

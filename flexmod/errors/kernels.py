@@ -39,8 +39,7 @@ class TemplateError(FlexmodError, ValueError):
 
 
 class NoKernelsError(FlexmodError, KeyError):
-    what = "there are no kernels {name!r} for this variant; there are: {known}."
-    instead = "print(flexmod.explain(...)), which says why a family cannot serve; its `source` has the portable kernels."
+    what = "there is no {name!r} for this variant; there is: {known}."
 
     def __str__(self) -> str:
         return self.message  # KeyError's own method would add quotes

@@ -83,6 +83,11 @@ class UnknownOperationError(FlexmodError, NotImplementedError):
     instead = "{advice}"
 
 
+class UnknownAttributeError(FlexmodError, AttributeError):
+    what = "a traced value has no attribute {name!r}.{close}"
+    instead = "use operators and the functions in docs/operations.md."
+
+
 class OperationArgumentError(FlexmodError, TypeError):
     what = "{operation} was called with {problem}."
     instead = "{advice}"

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from flexmod import errors
+from flexmod.errors.base import a_type
 from flexmod.ir.graph import expect_size
 
 
@@ -81,6 +83,8 @@ remainder, fmod = _safe(_rest_with_sign_of_divisor, rest=True), _safe(_rest, res
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    if min is None and max is None:
+        raise TypeError("clamp takes a min or a max")
     return _at_most(x if min is None else _at_least(x, min), max)
 
 
@@ -131,6 +135,8 @@ def _relu(x: Any) -> Any:
 def _gelu(x: Any, approximate: str = "none") -> Any:
     if approximate == "tanh":
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+    if approximate != "none":
+        raise TypeError(f"approximate is {approximate!r}, neither 'none' nor 'tanh'")
     return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
 
 
@@ -347,12 +353,17 @@ def tanh_approximate(x: Any) -> Any:
 
     Kernels for NVIDIA's chips use one instruction, tanh.approx.f32, in float32. Other chips, the CPU, torch's
     tensors, the interpreter and standalone files compute the exact tanh. The derivative is 1 - y * y, where y
-    is the function's own result.
+    is the function's own result. Raises OperationArgumentError for anything but a traced scalar or a tensor.
 
     Source: NVIDIA, Parallel Thread Execution ISA, tanh (sm_75 and newer; the error is the one stated there).
     """
     if has_torch_function_unary(x):
         return handle_torch_function(tanh_approximate, (x,), x)
+    if not isinstance(x, torch.Tensor):
+        raise errors.OperationArgumentError(
+            operation="flexmod.tanh_approximate", problem=a_type(x),
+            advice="give it a traced scalar or a tensor, and a number to math.tanh.",
+        )  # fmt: skip
     return torch.tanh(x)
 
 

@@ -5,6 +5,7 @@ All traced values pass every operation to their tracer.
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,8 +131,12 @@ class TracedValue:
         if name == type(self).__slots__[0]:  # deleted, see `augmented` in torch_calls.py
             operator, where = self._overwritten
             raise errors.MutationError(operation=f"{operator} on a value that is read later", where=where)
-        if name.startswith("_") or not hasattr(torch.Tensor, name):
+        if name.startswith("_"):
             raise AttributeError(f"a traced value has no attribute {name!r}")
+        if not hasattr(torch.Tensor, name):
+            near = difflib.get_close_matches(name, BY_TORCH_NAME, 1)
+            close = f" Did you mean {near[0]!r}?" if near else ""
+            raise errors.UnknownAttributeError(name=name, close=close, where=user_line())
         method = getattr(torch.Tensor, name)
         if not callable(method):
             raise errors.UnknownOperationError(

@@ -104,7 +104,7 @@ def _composed(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str
     except TypeError as error:
         raise errors.OperationArgumentError(
             operation=f"torch.{name}", problem="arguments that it does not take here", where=user_line(),
-            advice=f"leave out what is not elementwise ({error}).",
+            advice=f"give it what torch takes, without what is not elementwise ({error}).",
         ) from error  # fmt: skip
 
 
@@ -116,7 +116,10 @@ def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[st
     if rounding in ROUNDINGS:
         name = ROUNDINGS[rounding]
     elif rounding is not None:
-        options["rounding_mode"] = rounding
+        raise errors.OperationArgumentError(
+            operation=f"torch.{name}", problem=f"rounding_mode={rounding!r}", where=user_line(),
+            advice='give rounding_mode="floor" or "trunc", or leave it out.',
+        )  # fmt: skip
     if "alpha" in options and len(operands) == 2:
         operands = _times(tracer, name, operands, options.pop("alpha"))
     if name == "float_power":
@@ -175,7 +178,20 @@ def _to(tracer: Tracer, value: Any, *targets: Any, dtype: Any = None, **options:
             dtype = target
         elif isinstance(target, (torch.Tensor, TracedValue)):
             dtype = target.dtype
+        elif isinstance(target, str):
+            _check_device(target)
     return tracer.cast(value, dtype) if dtype is not None else Proxy(tracer, tracer.node(value, "to"))
+
+
+def _check_device(name: str) -> None:
+    """Raises OperationArgumentError for a text that is no device, such as a dtype's name."""
+    try:
+        torch.device(name)
+    except RuntimeError:
+        raise errors.OperationArgumentError(
+            operation="to", problem=f"{name!r}, which is no device", where=user_line(),
+            advice="give a dtype, e.g. .to(torch.float32).",
+        ) from None  # fmt: skip
 
 
 def _new_tensor(tracer: Tracer, like: Any, data: Any, *, dtype: Any = None, **options: Any) -> Proxy:

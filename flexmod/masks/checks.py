@@ -16,7 +16,7 @@ from flexmod.block_mask.parts import device_of
 from flexmod.errors import LibraryArgumentError
 from flexmod.errors.base import a_type, counted, shown
 from flexmod.ir.graph import as_int
-from flexmod.ir.proxy import plain_number
+from flexmod.ir.proxy import TracedValue, plain_number
 from flexmod.runtime import config, tensor_kinds
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
@@ -175,7 +175,7 @@ def check_tiles(function: str, extent: Any, tile: Any) -> tuple[tuple[int, ...],
 
 def check_positive(function: str, name: str, value: Any) -> int | float:
     """Returns `value` as a number of Python if it is positive and finite."""
-    number = None if isinstance(value, Tensor) else plain_number(value)
+    number = None if isinstance(value, (Tensor, TracedValue)) else plain_number(value)
     if number is not None and not isinstance(number, bool) and 0 < number < math.inf:
         return number
     raise LibraryArgumentError(
