@@ -26,6 +26,7 @@ from flexmod.ir.trace import trace
 from flexmod.runtime import config, launch, target, tuned
 from flexmod.runtime.interpreter import interpreted
 from flexmod.runtime.locks import lazy_imports
+from flexmod.tools import ahead
 
 
 def refused(refusal: object, **options: int) -> Any:
@@ -308,6 +309,21 @@ ROWS: list[Row] = [
         "'portable backward'.\n"
         "  Instead: print(flexmod.explain(...)), which says why a family cannot serve; its `source` has the "
         "portable kernels.",
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: flexmod.standalone.save(None),  # type: ignore[arg-type]
+        "path is None.\n  Instead: give a text or a pathlib.Path.",
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: next(ahead.warm(3)),  # type: ignore[arg-type]
+        "folder is 3.\n  Instead: give a text or a pathlib.Path.",
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: next(ahead.warm("kernels", targets="sm_90")),
+        "targets is 'sm_90'.\n  Instead: give a list of chips, targets=['sm_90'].",
     ),
     (
         errors.NoKernelsError,

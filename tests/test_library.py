@@ -835,3 +835,12 @@ def test_a_comparison_of_sizes_is_a_flag() -> None:
     for heads, key_heads in ((4, 4), (4, 2), (6, 3)):
         query, key = torch.randn(1, heads, 40, 16), torch.randn(1, key_heads, 40, 16)
         torch.testing.assert_close(compiled(query, key), attend(query, key))
+
+
+def test_a_graph_suggests_a_name() -> None:
+    """TorchDynamo cannot run the search for close names."""
+    attend = torch.compile(
+        lambda x: flex_attention(x, x, x, kernel_options={"BLOCK_MM": 64}), fullgraph=True, backend="eager"
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="no option 'BLOCK_MM'. Did you mean 'BLOCK_M'?"):
+        attend(torch.randn(1, 2, 8, 16))

@@ -143,7 +143,13 @@ def test_what_is_no_sink(sink: Any) -> None:
         (
             torch.zeros(1, 3, 5, 4),
             torch.zeros(1, 5, 3),
-            "lse is torch.float32 [1, 5, 3]; it must be a tensor of out's [B, Hq, M], [1, 3, 5]",
+            "lse is torch.float32 [1, 5, 3]; it must be a floating-point tensor of out's [B, Hq, M], "
+            "[1, 3, 5]",
+        ),
+        (
+            torch.zeros(1, 3, 5, 4),
+            torch.zeros(1, 3, 5, dtype=torch.int32),
+            "lse is torch.int32 [1, 3, 5]; it must be a floating-point tensor of out's [B, Hq, M], [1, 3, 5]",
         ),
     ],
 )

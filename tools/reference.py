@@ -98,12 +98,13 @@ MODS = {
 # what docs/reference/attention.md has: functions, classes, methods of BlockMask
 CALLS = (
     "flex_attention", "create_block_mask", "create_mask", "and_masks", "or_masks", "compile",
-    "varlen_attention", "nested_attention", "apply_sink", "quantize", "explain", "compare",
+    "varlen_attention", "nested_attention", "apply_sink", "quantize", "tanh_approximate", "explain",
+    "compare",
 )  # fmt: skip
-RESULTS = (flexmod.AuxRequest, flexmod.AuxOutput, flexmod.BlockMask, flexmod.Offset)
+RESULTS = (flexmod.AuxRequest, flexmod.AuxOutput, flexmod.BlockMask, flexmod.Offset, flexmod.Scales)
 METHODS = (
-    "from_kv_blocks", "from_dense", "cat", "resize", "sparsity", "facts", "to_string", "to_svg", "plot",
-    "to_dense", "to", "as_tuple",
+    "from_kv_blocks", "from_dense", "cat", "resize", "refresh", "sparsity", "facts", "to_string", "to_svg",
+    "plot", "to_dense", "to", "as_tuple",
 )  # fmt: skip
 CANVAS = """<svg xmlns="http://www.w3.org/2000/svg" width="320" height="350" viewBox="0 0 320 350"
 font-family="sans-serif" font-size="12">
@@ -112,7 +113,7 @@ SETTING = """```python
 import torch
 from flexmod import (
     BlockMask, Offset, and_masks, apply_sink, compare, compile, create_block_mask, create_mask, explain,
-    flex_attention, masks, mods, nested_attention, or_masks, quantize, varlen_attention,
+    flex_attention, masks, mods, nested_attention, or_masks, quantize, tanh_approximate, varlen_attention,
 )
 
 query, key, value = (torch.randn(2, 8, 1024, 16) for _ in range(3))

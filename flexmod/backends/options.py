@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 from flexmod import errors
 from flexmod.errors.base import shown
 from flexmod.ir.graph import as_int
+from flexmod.runtime.private_torch import assume_constant
 
 PORTABLE = "portable"  # the last family, whose kernels run on every chip
 DECODE = "TRITON_DECODE"  # the value of BACKEND that asks for kernels for few queries
@@ -144,10 +145,7 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
         bare = name[4:] if name.startswith(PREFIXES) else name
         option = OPTIONS.get(bare)
         if option is None or (bare == "BACKEND" and bare != name):
-            known = {known.lower(): known for known in OPTIONS}
-            near = difflib.get_close_matches(bare.lower(), known, 1, 0.6)
-            close = f" Did you mean {known[near[0]]!r}?" if near else ""
-            raise errors.UnknownOption(name=name, close=close, known=", ".join(OPTIONS))
+            raise errors.UnknownOption(name=name, close=_close_to(bare), known=", ".join(OPTIONS))
         if not option.check(value):
             if bare == "BACKEND" and isinstance(value, str) and value == "FLASH":
                 raise errors.FlashBackendError()
@@ -158,6 +156,14 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
     if backend != DECODE:  # which the choice of a kernel reads
         values.pop("BACKEND", None)
     return KernelOptions(backend, tuple([(k, values[k]) for k in sorted(values)]))
+
+
+@assume_constant
+def _close_to(name: str) -> str:
+    """Asks for the option that a name is close to, if there is one. TorchDynamo cannot run difflib."""
+    known = {known.lower(): known for known in OPTIONS}
+    near = difflib.get_close_matches(name.lower(), known, 1, 0.6)
+    return f" Did you mean {known[near[0]]!r}?" if near else ""
 
 
 def _plain(value: Any) -> Any:

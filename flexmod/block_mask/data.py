@@ -295,8 +295,8 @@ class MaskData:
     def refresh(self) -> bool:
         """Finds the tiles again if a captured tensor has changed. Returns whether one has.
 
-        Calls and the methods of a mask do this. A compiled graph does it when it runs (`present_tiles`), but
-        not for tensors that the trace read. During the capture of a CUDA graph the tiles stay as they are.
+        Calls and the methods of a mask do this. A compiled graph does it when it runs, but not for tensors
+        that the trace read. During the capture of a CUDA graph the tiles stay as they are.
         Does not notice writes that torch does not count. Tensors of inference mode always count as changed.
         Raises every error of building the mask.
         """

@@ -276,8 +276,8 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """
     of_call = "write out, lse = flex_attention(query, key, value, return_lse=True)"
     check_kind("apply_sink", "out", out, (4,), True, rule="a tensor [B, Hq, M, Dv]", advice=of_call)
-    fits = isinstance(lse, Tensor) and lse.shape == out.shape[:3]
-    rule = f"a tensor of out's [B, Hq, M], {list(out.shape[:3])}"
+    fits = isinstance(lse, Tensor) and lse.shape == out.shape[:3] and lse.is_floating_point()
+    rule = f"a floating-point tensor of out's [B, Hq, M], {list(out.shape[:3])}"
     check_kind("apply_sink", "lse", lse, (3,), fits, rule=rule, advice=of_call)
     heads = out.shape[1]
     if not isinstance(sink, Tensor) or not sink.is_floating_point() or sink.shape != (heads,):

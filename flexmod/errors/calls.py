@@ -6,6 +6,8 @@ construction, indexing, combination and pictures, and its fit to a call.
 
 from __future__ import annotations
 
+from os import PathLike
+
 from flexmod.errors.base import FlexmodError, a_type, counted, shown
 
 
@@ -252,6 +254,12 @@ class ArgumentTypeError(FlexmodError, TypeError):
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise cls(name=name, given=shown(value), advice=f"give {name}=True or {name}=False")
+
+    @classmethod
+    def check_path(cls, name: str, value: object) -> None:
+        """Raises the error for a value that names no file."""
+        if not isinstance(value, (str, PathLike)):
+            raise cls(name=name, given=shown(value), advice="give a text or a pathlib.Path")
 
 
 class ReturnArgumentsError(FlexmodError, ValueError):

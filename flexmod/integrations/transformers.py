@@ -24,8 +24,8 @@ from flexmod.block_mask.build import and_masks, create_block_mask, create_mask
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import flex_attention
 from flexmod.calls.packed import apply_sink
-from flexmod.errors import TransformersArgumentError, TransformersModelError
-from flexmod.errors.base import a_type
+from flexmod.errors import ArgumentTypeError, TransformersArgumentError, TransformersModelError
+from flexmod.errors.base import a_type, shown
 from flexmod.runtime import private_torch
 
 # Up to so many queries, as when decoding, the whole mask is evaluated; beyond, it is traced and bounded.
@@ -38,8 +38,11 @@ def register(name: str = "flexmod") -> None:
     register()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="flexmod")
 
-    Making any other model with this name raises TransformersModelError.
+    Making any other model with this name raises TransformersModelError. Raises ArgumentTypeError.
     """
+    if not isinstance(name, str):
+        advice = 'give the text of attn_implementation, e.g. "flexmod"'
+        raise ArgumentTypeError(name="name", given=shown(name), advice=advice)
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, attention_mask)
     PreTrainedModel.get_correct_attn_implementation = _checked

@@ -351,11 +351,21 @@ COMPOSED: dict[str, Callable[..., Any]] = {
 def tanh_approximate(x: Any) -> Any:
     """tanh(x) for use in a mod, with a relative error of up to 2^-11, about 5e-4.
 
+    `x` is a traced scalar, or a tensor of any shape. The result has its shape and dtype; of integers,
+    torch's default dtype.
+
     Kernels for NVIDIA's chips use one instruction, tanh.approx.f32, in float32. Other chips, the CPU, torch's
     tensors, the interpreter and standalone files compute the exact tanh. The derivative is 1 - y * y, where y
     is the function's own result. Raises OperationArgumentError for anything but a traced scalar or a tensor.
 
     Source: NVIDIA, Parallel Thread Execution ISA, tanh (sm_75 and newer; the error is the one stated there).
+
+    Example:
+
+        def softcap(score, b, h, q_idx, kv_idx):
+            return 20.0 * tanh_approximate(score / 20.0)
+
+        out = flex_attention(query, key, value, softcap)
     """
     if has_torch_function_unary(x):
         return handle_torch_function(tanh_approximate, (x,), x)

@@ -45,7 +45,7 @@ from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import FLOAT8, Chosen, Direction, Tile, Verdict, choose
 from flexmod.codegen.variant import Variant, variant
-from flexmod.errors import NoPtxError, NoTileFits
+from flexmod.errors import ArgumentTypeError, NoPtxError, NoTileFits
 from flexmod.errors.base import WarmFolderError
 from flexmod.ir.trace import Traced
 from flexmod.runtime import compiler_bugs, offline
@@ -214,8 +214,11 @@ def warm(
 
     It does not compile kernels again that the folder has. A kernel's text quotes the lines of its mod, so the
     same formula in other lines is another kernel: pass the functions that training calls. Raises
-    WarmFolderError, UnknownTarget, and what tracing raises.
+    WarmFolderError, UnknownTarget, ArgumentTypeError, and what tracing raises.
     """
+    if isinstance(targets, str):
+        advice = f"give a list of chips, targets=[{targets!r}]"
+        raise ArgumentTypeError(name="targets", given=repr(targets), advice=advice)
     path = checked_folder(folder)
     with cache_dir_at(path), cache_folder(path / COMPILED):
         made = variant(score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
@@ -228,6 +231,7 @@ def warm(
 
 def checked_folder(folder: str | Path) -> Path:
     """Creates the folder and returns its absolute path. Raises WarmFolderError if it cannot store kernels."""
+    ArgumentTypeError.check_path("folder", folder)
     path = Path(os.path.expanduser(folder)).absolute()
     if keeps_elsewhere():
         raise WarmFolderError(

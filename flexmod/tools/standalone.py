@@ -110,6 +110,7 @@ def save(path: str | Path, *arguments: Any, **options: Any) -> Path:
 
 def written(path: str | Path, text: str) -> Path:
     """Writes the text in UTF-8, which Python reads under any locale; returns the path."""
+    ArgumentTypeError.check_path("path", path)
     path = Path(path)
     path.write_text(text, encoding="utf-8")
     return path

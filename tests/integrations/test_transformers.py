@@ -15,7 +15,7 @@ from tiers import long_but  # noqa: E402
 from transformers import masking_utils as masking  # noqa: E402
 
 from flexmod import create_block_mask, create_mask, masks  # noqa: E402
-from flexmod.errors import TransformersArgumentError  # noqa: E402
+from flexmod.errors import ArgumentTypeError, TransformersArgumentError  # noqa: E402
 from flexmod.integrations import transformers as integration  # noqa: E402
 from integrations import tiny_models  # noqa: E402
 from integrations.tiny_models import LENGTH, MODELS, Batch, batch, make, results  # noqa: E402
@@ -330,6 +330,14 @@ def test_masks_of_other_tokens_are_refused(shape: tuple[int, ...]) -> None:
     mask = torch.ones(shape, dtype=torch.bool).tril()
     with pytest.raises(TransformersArgumentError, match=r"attention_mask is .*\n.*the tokens, .2, tokens."):
         make("mistral", "flexmod")(**batch("plain").inputs, attention_mask=mask)
+
+
+def test_the_name_is_a_text() -> None:
+    with pytest.raises(ArgumentTypeError) as raised:
+        integration.register(3)  # type: ignore[arg-type]
+    assert str(raised.value) == (
+        'name is 3.\n  Instead: give the text of attn_implementation, e.g. "flexmod".'
+    )
 
 
 def test_dropout_is_refused_when_training_alone() -> None:
