@@ -326,6 +326,27 @@ def test_values_of_fewer_heads_whose_number_is_a_symbol() -> None:
     close(compiled(query, key, value), attend(query, key, value))
 
 
+def test_flags_from_sizes_that_are_symbols() -> None:
+    """A comparison of two symbols is a symbol too, and the graph's constants must be Python's own."""
+    given = [x.detach() for x in inputs()]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        shared = q.shape[1] != k.shape[1]
+        sizes = None, None, q.shape[2], k.shape[2]
+        mask = create_block_mask(WINDOW, *sizes, "cpu", BLOCK_SIZE=16, separate_full_blocks=shared)
+        wanted, options = AuxRequest(max_scores=shared), {"deterministic": shared}
+        out, aux = flex_attention(q, k, v, None, mask, None, shared, False, options, return_aux=wanted)
+        return out, aux.max_scores
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    for found, plain in zip(compiled(*given), call(*given), strict=True):
+        close(found, plain)
+
+
+def test_a_table_of_the_default_device_in_a_graph() -> None:
+    Compiled(lambda q, k, v: attend(q, k, v, mods.sandwich(HEADS, LENGTH))).check(*inputs())
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_graph_repeats_the_message_of_a_mistake(dynamic: bool) -> None:
     query, key = (x.detach() for x in inputs()[:2])

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 from flexmod import errors
 from flexmod.errors.base import shown
-from flexmod.ir.graph import as_int
+from flexmod.ir.graph import as_bool, as_int
 from flexmod.runtime.private_torch import assume_constant
 
 PORTABLE = "portable"  # the last family, whose kernels run on every chip
@@ -167,7 +167,12 @@ def _close_to(name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """An integer of another library, or a symbol of torch.compile, as an int: a kernel is compiled for it."""
+    """Python's own int or bool for one of another library or a symbol of torch.compile.
+
+    A kernel is compiled for it.
+    """
+    if isinstance(value, bool):
+        return as_bool(value)
     number = as_int(value)
     return value if number is None else operator.index(number)
 

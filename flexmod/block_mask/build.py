@@ -27,7 +27,7 @@ from flexmod.errors import ArgumentTypeError, DeviceMismatch, FlexmodError, InGr
 from flexmod.errors.base import shown
 from flexmod.ir.composed import MaskMod, and_masks, or_masks
 from flexmod.ir.evaluate import captures_on_device, evaluate, is_host_number
-from flexmod.ir.graph import POSITIONS, Graph, check_sizes
+from flexmod.ir.graph import POSITIONS, Graph, as_bool, check_sizes
 from flexmod.ir.offsets import OffsetLike, Positions, stated
 from flexmod.ir.passes import fitted
 from flexmod.ir.record import Recorded, of_graph, record
@@ -100,7 +100,7 @@ def create_block_mask(
     sizes = _sizes(B, H, Q_LEN, KV_LEN)
     here = device_of(device)
     positions = stated(q_offset, kv_offset, sizes[0], here, "the mask")
-    layout = MaskLayout(sizes, block, here, separate_full_blocks)
+    layout = MaskLayout(sizes, block, here, as_bool(separate_full_blocks))
     if not torch.compiler.is_compiling():
         return _create(mask_mod, layout, positions)
     try:

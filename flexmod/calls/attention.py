@@ -18,6 +18,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.calls import checks, float8, library, prepared
 from flexmod.calls.float8 import Scales
 from flexmod.errors.base import shown
+from flexmod.ir.graph import as_bool
 from flexmod.ir.offsets import OffsetLike, of_call
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import compiles_frames, dynamo, in_forward_ad, in_transform
@@ -236,7 +237,7 @@ def results_of(
             name="return_aux", given=shown(return_aux),
             advice="give AuxRequest(lse=True, max_scores=True), or False for what you do not need",
         )  # fmt: skip
-    want_max = return_aux is not None and return_aux.max_scores
+    want_max = return_aux is not None and as_bool(return_aux.max_scores)
     result = attend(*given, want_max) if layout == USUAL else _heads_first(attend, layout, *given, want_max)
     if return_lse:
         return result.out, result.lse
@@ -314,7 +315,6 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
     q_offset, kv_offset, scales, out_dtype, want_max = others
     try:
         errors.ArgumentTypeError.check_flags(enable_gqa=enable_gqa)
-        enable_gqa = True if enable_gqa else False  # noqa: SIM210  # a guard, if it compares sizes
         options = parse_options(kernel_options)
         of_mask = positions_in(block_mask)
         positions = of_call(q_offset, kv_offset, query, of_mask, block_mask is not None)
@@ -329,7 +329,7 @@ def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> F
         else:
             mod = score_mod if positions is None or score_mod is None else positions.score(score_mod)
             call = float8.lowered(query, key, value, mod, scales, out_dtype, enable_gqa, options)
-            choices = scale, enable_gqa, options, want_max, call.out_dtype
+            choices = scale, as_bool(enable_gqa), options, want_max, call.out_dtype
             asked = prepared.CallOptions(prepared.NO_SCORE, *choices)
             result = library.attend(call.query, call.key, call.value, call.score_mod, block_mask, asked)
             return float8.scaled(result, call.factor)

@@ -250,9 +250,13 @@ class ArgumentTypeError(FlexmodError, TypeError):
 
     @classmethod
     def check_flags(cls, **flags: object) -> None:
-        """Raises the error if a flag is neither True nor False: such a value was meant for another argument."""
+        """Raises the error if a flag is neither True nor False: such a value was meant for another argument.
+
+        numpy's bool, 0 and 1 are flags too, as in torch.
+        """
         for name, value in flags.items():
-            if not isinstance(value, bool):
+            plain = isinstance(value, (bool, int)) and 0 <= value <= 1
+            if not plain and type(value).__name__ not in ("bool", "bool_"):
                 raise cls(name=name, given=shown(value), advice=f"give {name}=True or {name}=False")
 
     @classmethod

@@ -395,6 +395,11 @@ def as_int(value: object) -> int | None:
         return None
 
 
+def as_bool(value: object) -> bool:
+    """The truth value, a symbol's of torch.compile too; bool() leaves it a symbol."""
+    return not not value  # noqa: SIM208
+
+
 def _is_float(dtype: DType) -> bool:
     return dtype is float or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
 

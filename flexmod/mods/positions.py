@@ -296,7 +296,7 @@ def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str
     dim = even
     rates = 10000.0 ** (-2.0 * torch.arange(dim // 2, dtype=torch.float64, device="cpu") / dim)
     angles = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * rates
-    here = checked_device(device) or torch.get_default_device()
+    here = torch.empty(0, device=checked_device(device)).device
     products = angles.cos().sum(-1).to(device=here, dtype=torch.float32)
 
     @ScoreMod
