@@ -1140,12 +1140,12 @@ OPTION_MISTAKES: list[Row] = [
             ("enable_gqa", "None", lambda: flexmod.compile(enable_gqa=None)),  # type: ignore[arg-type]
             ("return_lse", "(True, False)", lambda: call(return_lse=(True, False))),
             ("return_lse", "'yes'", lambda: flexmod.compile()(x(), x(), x(), return_lse="yes")),  # type: ignore[call-overload]
-            ("return_lse", "1", lambda: packed(return_lse=1)),
+            ("return_lse", "2", lambda: packed(return_lse=2)),
             ("separate_full_blocks", "'no'", lambda: mask(separate_full_blocks="no")),
-            ("compute_q_blocks", "0", lambda: given_mask(compute_q_blocks=0)),
+            ("compute_q_blocks", "-1", lambda: given_mask(compute_q_blocks=-1)),
             ("flatten", "3", lambda: mask().as_tuple(3)),  # type: ignore[arg-type]
             ("density", "'x'", lambda: mask().to_string(density="x")),  # type: ignore[arg-type]
-            ("color", "1", lambda: mask().to_string(color=1)),  # type: ignore[arg-type]
+            ("color", "2", lambda: mask().to_string(color=2)),  # type: ignore[arg-type]
         )
     ),
     (

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
@@ -440,3 +441,15 @@ def test_a_capture_on_another_device_in_a_compiled_function() -> None:
 
     with pytest.raises(errors.DeviceMismatch, match="the mask is on cpu but .* is on meta"):
         attend(torch.randn(1, 1, 64, 16))
+
+
+@pytest.mark.parametrize("flag", [1, np.bool_(True)], ids=["1", "numpy"])
+def test_what_counts_as_true_in_torch(flag: Any) -> None:
+    """heads != kv_heads of numpy's integers is numpy's bool."""
+    (q, k, v), shared = qkv(length=40), {"enable_gqa": flag, "return_lse": flag}
+    expected = theirs.flex_attention(q, k[:, :2], v[:, :2], **shared)
+    for attend in (flex_attention, torch.compile(flex_attention, backend="eager")):
+        found = attend(q, k[:, :2], v[:, :2], **shared)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert built(flexmod, separate_full_blocks=not flag).full_kv_num_blocks is None

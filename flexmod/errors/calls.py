@@ -255,7 +255,7 @@ class ArgumentTypeError(FlexmodError, TypeError):
         numpy's bool, 0 and 1 are flags too, as in torch.
         """
         for name, value in flags.items():
-            plain = isinstance(value, (bool, int)) and 0 <= value <= 1
+            plain = isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
             if not plain and type(value).__name__ not in ("bool", "bool_"):
                 raise cls(name=name, given=shown(value), advice=f"give {name}=True or {name}=False")
 
