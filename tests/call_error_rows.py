@@ -974,6 +974,22 @@ MODS: list[Row] = [
         "  Instead: call it: masks.causal().",
     ),
     (
+        errors.TensorKindError,
+        lambda: create_block_mask(torch.eye(8).bool().to_sparse()),
+        "dense is a tensor of layout torch.sparse_coo; no kernel can read it.\n"
+        "  Instead: pass dense.to_dense().",
+    ),
+    (
+        errors.TensorKindError,
+        lambda: flexmod.quantize(nested(3, 4)),
+        "x is nested; no kernel can read it.\n  Instead: pass its sequences, x.unbind(), one by one.",
+    ),
+    (
+        errors.DeviceMismatch,
+        lambda: flexmod.apply_sink(x(), x(2, 4, 32), torch.zeros(4, device="meta")),
+        "out is on cpu but sink is on meta.\n  Instead: move one of them, e.g. sink.to('cpu').",
+    ),
+    (
         errors.NotMadeError,
         lambda: masks.jagged(torch.tensor([0, 8]), masks.tree),  # type: ignore[arg-type]
         "masks.tree is a function that makes a mask_mod, and it was not called.\n"

@@ -137,8 +137,9 @@ def test_what_is_no_sink(sink: Any) -> None:
 @pytest.mark.parametrize(
     ("out", "lse", "facts"),
     [
-        (torch.zeros(3, 5, 4), torch.zeros(3, 5), "out is torch.float32 [3, 5, 4]; it must be a tensor"),
-        (None, torch.zeros(1, 3, 5), "out is a NoneType; it must be a tensor [B, Hq, M, Dv]"),
+        (torch.zeros(3, 5, 4), torch.zeros(3, 5), "out is torch.float32 [3, 5, 4]; it must be a floating"),
+        (None, torch.zeros(1, 3, 5), "out is a NoneType; it must be a floating-point tensor [B, Hq, M, Dv]"),
+        (torch.zeros(1, 3, 5, 4).int(), torch.zeros(1, 3, 5), "out is torch.int32 [1, 3, 5, 4]; it must"),
         (torch.zeros(1, 3, 5, 4), AuxOutput(torch.zeros(1, 3, 5)), "lse is an AuxOutput; it must be"),
         (
             torch.zeros(1, 3, 5, 4),

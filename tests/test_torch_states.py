@@ -322,13 +322,13 @@ def test_a_scale_that_is_no_number_is_named(route: str, options: Any, scale: Any
         return flex_attention(query, key, value, scale=scale, kernel_options=options)
 
     torch._dynamo.reset()
-    attend: Any = {
+    made: dict[str, Callable[[], Any]] = {
         "eager": lambda: attended,
         "handle": lambda: flexmod.compile(scale=scale, kernel_options=options),
         "compiled": lambda: torch.compile(attended, backend="aot_eager"),
-    }[route]()
+    }
     with pytest.raises((errors.ScaleError, errors.ScaleValueError)):
-        attend(*[tensor.detach() for tensor in qkv()])
+        made[route]()(*[tensor.detach() for tensor in qkv()])
 
 
 def unnamed() -> Any:

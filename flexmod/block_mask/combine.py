@@ -32,6 +32,7 @@ from flexmod.ir.offsets import NO_OFFSETS, IndexMap, Positions, of_positions
 from flexmod.ir.passes import fitted
 from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
+from flexmod.runtime import tensor_kinds
 
 How = Literal["and", "or"]
 
@@ -110,10 +111,13 @@ class Dense(Derived):
 
 
 def dense_mask(dense: Tensor, given: tuple[int | None, ...]) -> tuple[MaskMod, tuple[int | None, ...]]:
-    """The mask_mod that reads a dense mask, and the mask's sizes. Raises DenseMaskError.
+    """The mask_mod that reads a dense mask, and the mask's sizes.
 
-    Each given size must equal the tensor's, which may also be 1.
+    Each given size must equal the tensor's, which may also be 1. Raises DenseMaskError, TensorKindError and
+    FreedStorageError.
     """
+    if not torch.compiler.is_compiling():
+        tensor_kinds.check({"dense": dense})
     shape = tuple(dense.shape)
     if dense.dtype != torch.bool:
         positions = ", ".join(("b", "h", "q_idx", "kv_idx")[-len(shape) :])

@@ -290,9 +290,9 @@ def quantize(
     their products unchanged; rotating only one does not. D must be a power of two or a multiple of 16. Rows
     are rotated in parts as long as the largest power of two that divides D.
 
-    Rounding has no gradient. Raises NotATensor, NotFourDimensional, EmptyHeadDim, QuantizeGradientError and
-    LibraryArgumentError. Source: Shah et al., FlashAttention-3, 2024 (incoherent processing); Ashkboos et
-    al., QuaRot, 2024.
+    Rounding has no gradient. Raises NotATensor, NotFourDimensional, EmptyHeadDim, TensorKindError,
+    FreedStorageError, QuantizeGradientError and LibraryArgumentError. Source: Shah et al., FlashAttention-3,
+    2024 (incoherent processing); Ashkboos et al., QuaRot, 2024.
 
     Example:
 
@@ -357,6 +357,8 @@ def _check(x: Any, dtype: object, by: object, rotate: bool) -> None:
     layout = "[batch, heads, length, head_dim]"
     if not isinstance(x, Tensor):
         raise errors.NotATensor(name="x", type=a_type(x), layout=layout)
+    if x.is_nested:
+        raise errors.TensorKindError(name="x", kind="nested", advice="its sequences, x.unbind(), one by one")
     if not torch.compiler.is_compiling():
         tensor_kinds.check({"x": x})
     if x.dim() != 4:

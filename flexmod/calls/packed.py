@@ -265,8 +265,8 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     `sink` is a floating-point tensor [Hq]; -inf is no sink. Results keep their dtypes. Gradients reach all
     three arguments, so you can train sinks. A row that attends to nothing keeps its output of 0.
 
-    Raises LibraryArgumentError, TensorKindError and FreedStorageError. Source: OpenAI, gpt-oss, 2025; Xiao et
-    al., Efficient Streaming Language Models with Attention Sinks, 2023.
+    Raises LibraryArgumentError, DeviceMismatch, TensorKindError and FreedStorageError. Source: OpenAI,
+    gpt-oss, 2025; Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023.
 
     Example:
 
@@ -275,7 +275,9 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = apply_sink(out, lse, sink)
     """
     of_call = "write out, lse = flex_attention(query, key, value, return_lse=True)"
-    check_kind("apply_sink", "out", out, (4,), True, rule="a tensor [B, Hq, M, Dv]", advice=of_call)
+    is_float = isinstance(out, Tensor) and out.is_floating_point()
+    rule = "a floating-point tensor [B, Hq, M, Dv]"
+    check_kind("apply_sink", "out", out, (4,), is_float, rule=rule, advice=of_call)
     fits = isinstance(lse, Tensor) and lse.shape == out.shape[:3] and lse.is_floating_point()
     rule = f"a floating-point tensor of out's [B, Hq, M], {list(out.shape[:3])}"
     check_kind("apply_sink", "lse", lse, (3,), fits, rule=rule, advice=of_call)
@@ -287,6 +289,8 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
             rule=f"a floating-point tensor of shape [{heads}], one number for each query head",
             advice=f"make it with torch.zeros({heads}, device=out.device), a parameter if it is learned",
         )  # fmt: skip
+    for name, tensor in (("lse", lse), ("sink", sink)):
+        check_device("out", out, name, tensor.device)
     if not torch.compiler.is_compiling():
         tensor_kinds.check({"out": out, "lse": lse, "sink": sink})
     lowest = torch.finfo(lse.dtype).min

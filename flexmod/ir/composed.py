@@ -117,7 +117,9 @@ class Mask(_OfFunction):
 
 
 def and_masks(*mask_mods: MaskMod) -> Mask:
-    """A mask_mod that keeps the elements that all masks keep; without masks, all. Raises NotCallable.
+    """A mask_mod that keeps the elements that all masks keep; without masks, all.
+
+    Raises NotCallable, NotMadeError and ModArityError.
 
     Source: Dong et al., Flex Attention, 2024.
 
@@ -130,7 +132,9 @@ def and_masks(*mask_mods: MaskMod) -> Mask:
 
 
 def or_masks(*mask_mods: MaskMod) -> Mask:
-    """A mask_mod that keeps the elements that any mask keeps; without masks, none. Raises NotCallable.
+    """A mask_mod that keeps the elements that any mask keeps; without masks, none.
+
+    Raises NotCallable, NotMadeError and ModArityError.
 
     Source: Dong et al., Flex Attention, 2024.
 

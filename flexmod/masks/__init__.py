@@ -6,7 +6,9 @@ The operators `&`, `|` and `~` combine them with one another and with your own f
     block_mask = flexmod.create_block_mask(mask_mod, None, None, 8192, 8192)
     out = flexmod.flex_attention(query, key, value, block_mask=block_mask)
 
-An invalid argument raises LibraryArgumentError when you make the mask.
+An invalid argument raises LibraryArgumentError when you make the mask. An argument that is no mask_mod raises
+NotCallable, NotMadeError or ModArityError, a device that is not there NoDeviceError. A mask with an entry for
+each head, batch entry or position raises CallSizeError in a call with another number of them.
 """
 
 from flexmod.ir.composed import Mask as Mask

@@ -33,20 +33,20 @@ T = TypeVar("T")
 class Named(dict[str, T]):
     """Graphs or texts by name; `str` joins them all. Raises NoKernelsError for a name without an entry."""
 
-    _advice = "take one of these names, or print all"
+    advice = "take one of these names, or print all"
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.values()))
 
     def __missing__(self, key: str) -> T:
         known = ", ".join(map(repr, self)) or "none"
-        raise errors.NoKernelsError(name=key, known=known, advice=self._advice)
+        raise errors.NoKernelsError(name=key, known=known, advice=self.advice)
 
 
 class ByFamily(Named[T]):
     """Texts by family and direction, such as "hopper forward"; a family that cannot run has no entry."""
 
-    _advice = (
+    advice = (
         "print(flexmod.explain(...)), which says why a family cannot serve; "
         "its `source` has the portable kernels"
     )
