@@ -37,7 +37,6 @@ FINITE = {
     "ir.formulas.writes": "names of torch's functions",
     "ir.proxy._dtypes": "operations and dtypes",
     "ir.graph._input": "inputs and dtypes",
-    "ir.ops._promoted": "dtypes",
     "runtime.private_torch.ask_modes_of_constructors": "nothing",
     "runtime.private_torch.ask_modes_of_unary_operators": "nothing",
     "runtime.private_torch.correct_recorded_values": "nothing",

@@ -84,7 +84,7 @@ def test_what_is_found_is_kept_and_used_where_it_is_asked_for(
     }
     # flexmod's own choice, the rungs of the ladder, these two
     counts = [len(trials) for trials in found.trials.values()]
-    assert counts == [1 + 4 + 2, 1 + 3 + 2, 1 + 4 + 2]
+    assert counts == [1 + 4 + 2] * 3
     assert steps[-1] == ("dkdv", 7, 7)
     text = str(found)
     assert text.startswith("capped, B=1 H=1 S=64 D=16 float16 on cpu\n\nkernel ")
