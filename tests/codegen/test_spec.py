@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from flexmod.codegen.ladder import SHORT, ShortRow, ladder, short_length
-from flexmod.codegen.spec import KernelName, KernelSpec, Tile, padded, statistics_rows
+from flexmod.codegen.spec import (
+    KernelName,
+    KernelSpec,
+    Limits,
+    Tile,
+    Verdict,
+    choose,
+    padded,
+    statistics_rows,
+)
 from flexmod.errors import BlockSizeError, OptionValueError
 
 KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv", "diagonal", "scatter")
@@ -105,6 +114,15 @@ def test_short_calls_begin_with_a_small_tile(row: ShortRow) -> None:
     if row.kernel != "dq":
         masked = "mask" in row.of
         assert short_length(row.positions, row.widest, spec.direction, masked) == row.positions
+
+
+@pytest.mark.parametrize(("spills", "chosen"), [(0, 0), (64, 0), (320, 0), (321, 1)])
+def test_a_small_tile_may_spill(spills: int, chosen: int) -> None:
+    """Up to its own number of registers; another tile up to the family's."""
+    tiles = Tile(32, 64, 4, 2, passing=320), Tile(64, 64, 4, 2)
+    found = choose(tiles, lambda tile: Verdict(spills if tile.passing else 0), Limits(passing=64))
+    assert found.rung == tiles[chosen]
+    assert choose(tiles[::-1], lambda tile: Verdict(65), Limits(passing=64)).rung == tiles[0]
 
 
 def test_delta_is_summed_in_the_order_of_dq() -> None:
