@@ -6,9 +6,10 @@ The base class builds the message, with the line of the user's code. Those below
 
 from __future__ import annotations
 
+import difflib
 import linecache
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,12 @@ def a_type(value: object) -> str:
     """Returns the name of a value's type with its article: "an int", "an ndarray"."""
     name = type(value).__name__
     return f"{'an' if name.startswith((*'aeioAEIO', 'nd')) else 'a'} {name}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Asks for the known name that a misspelled one is close to, after a space; "" if there is none."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def shown(value: object) -> str:

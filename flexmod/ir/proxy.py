@@ -5,7 +5,6 @@ All traced values pass every operation to their tracer.
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 
 from flexmod import errors
 from flexmod.errors import Where
-from flexmod.errors.base import a_type
+from flexmod.errors.base import a_type, did_you_mean
 from flexmod.ir import advice
 from flexmod.ir.formulas import BINARY
 from flexmod.ir.graph import (
@@ -134,8 +133,7 @@ class TracedValue:
         if name.startswith("_"):
             raise AttributeError(f"a traced value has no attribute {name!r}")
         if not hasattr(torch.Tensor, name):
-            near = difflib.get_close_matches(name, BY_TORCH_NAME, 1)
-            close = f" Did you mean {near[0]!r}?" if near else ""
+            close = did_you_mean(name, BY_TORCH_NAME)
             raise errors.UnknownAttributeError(name=name, close=close, where=user_line())
         method = getattr(torch.Tensor, name)
         if not callable(method):

@@ -13,7 +13,6 @@ expected, the causal mask comes with it.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import inspect
 import math
@@ -38,6 +37,7 @@ from flexmod.errors.base import (
     ModParametersError,
     ModPlaceError,
     UnknownModName,
+    did_you_mean,
 )
 from flexmod.ir.composed import and_masks
 from flexmod.ir.graph import dtype_name
@@ -255,9 +255,7 @@ class _Reader:
         kind = "mask" if name in MASKS else "score"
         function = MASKS.get(name) or SCORES.get(name)
         if function is None:
-            near = difflib.get_close_matches(name, KNOWN, 1)
-            close = f" Did you mean {near[0]!r}?" if near else ""
-            raise UnknownModName(name=name, close=close, known=", ".join(KNOWN))
+            raise UnknownModName(name=name, close=did_you_mean(name, KNOWN), known=", ".join(KNOWN))
         if not given and not named and name in USUAL:
             given = list(USUAL[name](self.setting))
         signature = inspect.signature(function)
@@ -292,9 +290,8 @@ def _of_file(text: str, path: Path, name: str) -> Mod:
         ) from None  # fmt: skip
     if not callable(getattr(module, name, None)):
         own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        near = difflib.get_close_matches(name, own, 1)
-        close = f" Did you mean {near[0]!r}?" if near else ""
-        raise ModFileError(text=text, problem=f"{path} has no function {name}", close=close)
+        problem = f"{path} has no function {name}"
+        raise ModFileError(text=text, problem=problem, close=did_you_mean(name, own))
     found: Mod = getattr(module, name)
     return found
 
