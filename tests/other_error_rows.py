@@ -326,6 +326,11 @@ ROWS: list[Row] = [
         "targets is 'sm_90'.\n  Instead: give a list of chips, targets=['sm_90'].",
     ),
     (
+        errors.ArgumentTypeError,
+        lambda: next(ahead.warm("kernels", length=64.0)),  # type: ignore[arg-type]
+        "length is 64.0.\n  Instead: give a whole number above 0.",
+    ),
+    (
         errors.NoKernelsError,
         lambda: flexmod.compile(dtype=torch.float32, head_dim=16).source["fwd"],
         "there is no 'fwd' for this variant; there is: 'forward', 'backward'.\n"

@@ -86,9 +86,12 @@ SOFTCAP: dict[str, Any] = {
 Filled = tuple[Path, list[tuple[str, Built]]]
 
 
-def warmed(folder: Path, score: str, mask: str, dim: int, dtype: str) -> Filled:
+def warmed(
+    folder: Path, score: str, mask: str, dim: int, dtype: str, length: int | None = None
+) -> Filled:
     score_mod, mask_mod = (eval(text, {"mods": mods, "masks": masks}) for text in (score, mask))
-    built = warm(folder, score_mod, mask_mod, head_dim=dim, dtype=getattr(torch, dtype), targets=["sm_90"])
+    made = {"head_dim": dim, "dtype": getattr(torch, dtype), "length": length}
+    built = warm(folder, score_mod, mask_mod, targets=["sm_90"], **made)
     return folder, [*built]
 
 
@@ -133,6 +136,22 @@ def test_a_process_compiles_nothing_of_others(
     folder, built = warmed(tmp_path / "here", **facts)
     assert all(one.fits and target == "sm_90" for target, one in built)
     found = called(folder.rename(tmp_path / "there"), tmp_path / "triton", sizes=(1, 2, 1000), **facts)
+    assert sorted(found) == sorted((name, True) for name in kernels)
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths", "kernels"),
+    [
+        ("None", (64, 33), ["forward_kernel", "statistics_kernel", "dkdv_kernel"]),
+        ("masks.causal()", (16, 9), ["forward_kernel", "statistics_kernel", "dq_kernel", "dkdv_kernel"]),
+    ],
+)
+@pytest.mark.long
+def test_short_calls(mask: str, lengths: tuple[int, int], kernels: list[str], tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"score": "None", "mask": mask, "dim": 32, "dtype": "bfloat16"}
+    folder, built = warmed(tmp_path / "here", length=lengths[0], **facts)
+    assert [one.kernel + "_kernel" for _, one in built[:-1]] == kernels and len(built) == len(kernels) + 1
+    found = called(folder, tmp_path / "triton", sizes=(1, 2, lengths[1]), **facts)
     assert sorted(found) == sorted((name, True) for name in kernels)
 
 

@@ -15,6 +15,7 @@ from flexmod.codegen.compiler import Lowered, kernels_for, lower
 from flexmod.codegen.device_functions import Family
 from flexmod.codegen.expressions import reads_pair
 from flexmod.codegen.kernels import Kernels
+from flexmod.codegen.ladder import short_length
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, Direction, KernelSpec
 from flexmod.errors import ArgumentTypeError
 from flexmod.errors.base import shown
@@ -51,6 +52,19 @@ class Variant:
         spec = replace(self.spec, backward=direction == "backward")
         score = self.score.graph if self.score else None
         return replace(spec, pair_tile=pair_tile(spec, score, self.score_tensors))
+
+    def of_length(self, length: int | None, direction: Direction) -> Variant:
+        """Returns the variant for one direction of calls with so many queries and keys; None for many.
+
+        Raises ArgumentTypeError if the length is no size.
+        """
+        spec = self.spec
+        if length is not None and not _is_size(length):
+            raise ArgumentTypeError(name="length", given=shown(length), advice="give a whole number above 0")
+        if length is None or spec.q_dtype not in HALF:
+            return self
+        widest, masked = max(spec.head_dim, spec.value_dim), spec.mask_block is not None
+        return replace(self, spec=replace(spec, short=short_length(length, widest, direction, masked)))
 
     def kernels(
         self,

@@ -15,10 +15,10 @@ assembler serialized instructions.
     FLEXMOD_CACHE_DIR=kernels python train.py
 
 The chips need not be present. The folder gets forward and backward kernels for dense tensors [B, H, M, D]
-whose head dimension is a multiple of 16, and forward kernels of calls without gradients. It lacks kernels
-that build block masks, separate kernels for gradients of captured tensors, and kernels for short calls and
-few queries. To add these, run the model on such a chip with TRITON_CACHE_DIR set to the folder's part
-`compiled`. Each host builds Triton's launchers in C itself.
+whose head dimension is a multiple of 16, and forward kernels of calls without gradients. Short calls have
+kernels of their own, which `length` asks for. It lacks kernels that build block masks, separate kernels for
+gradients of captured tensors, and kernels for few queries. To add these, run the model on such a chip with
+TRITON_CACHE_DIR set to the folder's part `compiled`. Each host builds Triton's launchers in C itself.
 
 `VariantCall` stands for a call, and `by_family` has the plans that `explain` shows.
 """
@@ -91,19 +91,21 @@ class Job:
     compile: Callable[[], Built]
 
 
-def jobs(variant: Variant, target: str, every: bool = False) -> list[Job]:
+def jobs(variant: Variant, target: str, every: bool = False, length: int | None = None) -> list[Job]:
     """Returns the forward and backward kernels of a call on a chip. Raises UnknownTarget, and the errors of
     `kernels_on`.
 
     `every`: also the forward of a call without gradients, and kernels without a choice of tiles (statistics,
-    rounding).
+    rounding). `length`: the call's queries and keys, None for many.
     """
     named(target)
-    calls, found = [VariantCall(variant)], []
-    if every and calls[0].keep:
-        calls.append(VariantCall(variant, keep=False))
-    for call, direction in [(one, direction) for one in calls for direction in one.directions]:
-        kernels = kernels_on(variant, direction, target)
+    kept: list[tuple[bool, Direction]] = [(True, direction) for direction in variant.spec.directions]
+    if every and "backward" in variant.spec.directions:
+        kept.append((False, "forward"))
+    found = []
+    for keep, direction in kept:
+        call = VariantCall(variant.of_length(length, direction), keep)
+        kernels = kernels_on(call.variant, direction, target)
         for name, step in {step.kernel: step for step in call.plan(direction, kernels).launches()}.items():
             source: Any = step.source
             if every or step.rung is not None:
@@ -209,11 +211,13 @@ def warm(
     value_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     targets: Sequence[str] = (MEASURED,),
+    length: int | None = None,
 ) -> Iterator[tuple[str, Built]]:
     """Compiles kernels into the folder while you iterate, all kernels of a chip in parallel; yields them.
 
-    It does not compile kernels again that the folder has. A kernel's text quotes the lines of its mod, so the
-    same formula in other lines is another kernel: pass the functions that training calls. Raises
+    `length`: the queries and keys of a call, which is short if they are few (docs/kernel_options.md); None
+    for many. It does not compile kernels again that the folder has. A kernel's text quotes the lines of its
+    mod, so the same formula in other lines is another kernel: pass the functions that training calls. Raises
     WarmFolderError, UnknownTarget, ArgumentTypeError, and what tracing raises.
     """
     if isinstance(targets, str):
@@ -222,7 +226,7 @@ def warm(
     path = checked_folder(folder)
     with cache_dir_at(path), cache_folder(path / COMPILED):
         made = variant(score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
-        work = [jobs(made, target, every=True) for target in targets]
+        work = [jobs(made, target, every=True, length=length) for target in targets]
     for of_chip in work:
         with cache_dir_at(path), cache_folder(path / COMPILED):
             found = in_threads([job.compile for job in of_chip])
@@ -261,7 +265,7 @@ class VariantCall:
 
     def __init__(self, made: Variant, keep: bool = True) -> None:
         spec = made.spec
-        self._made = made
+        self.variant = made
         trains = "backward" in spec.directions
         self.keep, self.suffix = keep and trains, ", no grad" if trains and not keep else ""
         self.directions: tuple[Direction, ...] = spec.directions if self.keep else ("forward",)
@@ -293,7 +297,7 @@ class VariantCall:
         tensors: tuple[Tensor | None, ...] = self._qkv
         if direction == "backward":
             tensors = (given["grad_out"], None, *self._qkv, given["out"], given["lse"])
-        variant, score = replace(self._made, spec=self._made.spec_of(direction)), self._made.score
+        variant, score = replace(self.variant, spec=self.variant.spec_of(direction)), self.variant.score
         if score and score.graph:  # as in calls, where equal mods share a graph
             variant = replace(variant, score=replace(score, graph=replace(score.graph, lines=False)))
         call = families.PlannedCall(
@@ -318,7 +322,7 @@ class VariantCall:
         named |= {"kept0": lse, "kept1": lse}
         if self._value_scale is not None:
             named["value_scale"] = self._value_scale
-        for mod, tensors in (("score", self._made.score_tensors), ("mask", self._made.mask_tensors)):
+        for mod, tensors in (("score", self.variant.score_tensors), ("mask", self.variant.mask_tensors)):
             named |= {f"{mod}_capture{number}": _unfilled(tensor) for number, tensor in enumerate(tensors)}
         if self._mask is not None:
             named |= dict(zip(self._mask.storage.parts(), self._mask.storage.tensors(), strict=True))

@@ -172,7 +172,10 @@ FILLED = ("target", "D", "dtype", "kernel", "template", "tile", "")
 @click.option(
     "--dtype", "dtypes", type=click.Choice(KERNEL_DTYPES), multiple=True, help="May be given several times."
 )
-@options.seq
+@click.option(
+    "--seq", type=POSITIVE,
+    help="Length of the calls. Short ones have kernels of their own, and parameters may follow from it.",
+)  # fmt: skip
 def warm(
     mask: str,
     score: str | None,
@@ -192,7 +195,10 @@ def warm(
     kinds: tuple[torch.dtype | None, ...] = tuple(options.DTYPES[name] for name in dtypes) or (None,)
     for dim, dtype in [(dim, dtype) for dim in dims or (None,) for dtype in kinds]:
         setting, mods = options.chosen(mask, score, dim=dim, dtype=dtype, seq=seq)
-        work = fill(folder, mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype, targets=targets)
+        work = fill(
+            folder, mods.score, mods.mask,
+            head_dim=setting.dim, dtype=setting.dtype, targets=targets, length=seq,
+        )  # fmt: skip
         for target, built in work:
             click.echo(f"{target} {built.kernel}", file=sys.stderr)
             sizes = [setting.dim, dtype_name(setting.dtype)]

@@ -69,7 +69,6 @@ IMAGE = ImageFile()
 
 mask = click.argument("mask", metavar="MASK")
 score = click.option("--score", metavar="SCORE", help="A score mod beside the mask, such as alibi:16.")
-seq = click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
 as_json = click.option("--json", "as_json", is_flag=True, help="JSON, not a table.")
 flex = click.option("--flex", is_flag=True, help="torch's compiled flex_attention too (CUDA).")
 
@@ -92,6 +91,7 @@ _dim = click.option("--dim", "--head-dim", "dim", type=DIM, help="Head dimension
 def variant(command: Command) -> Command:
     """What `chosen` takes: MASK, `--score`, `--dim`, `--dtype` of kernels and `--seq`."""
     dtype = click.option("--dtype", type=click.Choice(KERNEL_DTYPES), callback=_parsed)
+    seq = click.option("--seq", type=POSITIVE, help="Length, for parameters that follow from it.")
     for decorate in (seq, dtype, _dim, score, mask):
         command = decorate(command)
     return command
