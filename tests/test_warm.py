@@ -109,16 +109,16 @@ def test_a_process_compiles_nothing(softcap: Filled, tmp_path: Path) -> None:
     shutil.copytree(softcap[0], there)
     softcap[0].rename(tmp_path / "away")
     try:
-        for number, sizes in enumerate(((2, 2, 256), (1, 2, 1000))):
+        for number, sizes in enumerate(((2, 2, 1100), (1, 2, 2000))):
             found = called(there, tmp_path / f"triton{number}", sizes=sizes, **SOFTCAP)
             assert sorted(found) == sorted((name, True) for name in HOPPER)
-        found = called(there, tmp_path / "triton2", grad=False, sizes=(1, 2, 1000), **SOFTCAP)
+        found = called(there, tmp_path / "triton2", grad=False, sizes=(1, 2, 2000), **SOFTCAP)
         assert found == [("forward_kernel", True)]
     finally:
         (tmp_path / "away").rename(softcap[0])
     # and without the folder, all of them: the kernels above were found in it. With one thread, no second
     # process compiles one that this one finds.
-    bare = called(tmp_path / "bare", tmp_path / "triton-bare", "1", sizes=(2, 2, 256), **SOFTCAP)
+    bare = called(tmp_path / "bare", tmp_path / "triton-bare", "1", sizes=(2, 2, 1100), **SOFTCAP)
     assert sorted(bare) == sorted((name, False) for name in HOPPER)
 
 
@@ -140,15 +140,18 @@ def test_a_process_compiles_nothing_of_others(
 
 
 @pytest.mark.parametrize(
-    ("mask", "lengths", "kernels"),
+    ("mask", "dim", "lengths", "kernels"),
     [
-        ("None", (64, 33), ["forward_kernel", "statistics_kernel", "dkdv_kernel"]),
-        ("masks.causal()", (16, 9), ["forward_kernel", "statistics_kernel", "dq_kernel", "dkdv_kernel"]),
+        ("None", 32, (64, 33), ["forward_kernel", "statistics_kernel", "dkdv_kernel"]),
+        ("masks.causal()", 32, (16, 9), ["forward_kernel", "statistics_kernel", "dq_kernel", "dkdv_kernel"]),
+        ("masks.causal()", 64, (1000, 300), HOPPER),
     ],
 )
 @pytest.mark.long
-def test_short_calls(mask: str, lengths: tuple[int, int], kernels: list[str], tmp_path: Path) -> None:
-    facts: dict[str, Any] = {"score": "None", "mask": mask, "dim": 32, "dtype": "bfloat16"}
+def test_short_calls(
+    mask: str, dim: int, lengths: tuple[int, int], kernels: list[str], tmp_path: Path
+) -> None:
+    facts: dict[str, Any] = {"score": "None", "mask": mask, "dim": dim, "dtype": "bfloat16"}
     folder, built = warmed(tmp_path / "here", length=lengths[0], **facts)
     assert [one.kernel + "_kernel" for _, one in built[:-1]] == kernels and len(built) == len(kernels) + 1
     found = called(folder, tmp_path / "triton", sizes=(1, 2, lengths[1]), **facts)

@@ -35,8 +35,9 @@ from flexmod.codegen.hopper import (
     NAME,
     ROOM,
     TARGET,
+    BackwardShape,
+    ForwardShape,
     HopperKernels,
-    Shape,
     hopper_kernels,
     spec_obstacle,
     stepped,
@@ -132,7 +133,7 @@ def forward(
 ) -> tuple[Place | None, ...]:
     """Writes the plan of a forward, see `triton.forward`. `call_obstacle` must return None for the call."""
     batch, heads, length, _ = call.extents
-    shape: Shape = rungs["forward"]
+    shape: ForwardShape = rungs["forward"]
     spec, q, k, v = kernels.spec, call.q, call.k, call.v
     out, lse, max_scores, *kept = made = call.results(writer, kernels.portable.kept, want_max, keep)
     assert out is not None
@@ -153,7 +154,7 @@ def forward(
         "B": batch,
         "KV_B": k.shape[0],
     }
-    programs = least(Size("PROCESSORS"), grid(batch, heads, length, shape.block_m))
+    programs = least(shape.programs * Size("PROCESSORS"), grid(batch, heads, length, shape.block_m))
     writer.launch(kernels, "forward", programs, arguments, shape)
     return made
 
@@ -216,7 +217,7 @@ def backward(
     """
     if not addressable(grad_out):
         incoming = incoming._replace(grad_out=dense(writer, incoming.grad_out))
-    shape: Shape = rungs["backward"]
+    shape: BackwardShape = rungs["backward"]
     spec, q, k, v = kernels.spec, call.q, call.k, call.v
     batch, heads, length, keys = call.extents
     kv_batch, kv_heads = k.shape[:2]

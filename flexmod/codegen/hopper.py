@@ -12,6 +12,7 @@ import torch
 
 from flexmod.codegen import cache, render
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
+from flexmod.codegen.ladder import ENDS_SOON
 from flexmod.codegen.spec import FLOAT8, Direction, KernelSpec, Limits
 from flexmod.errors.base import counted
 from flexmod.ir.graph import dtype_name
@@ -25,7 +26,7 @@ WIDEST = 256
 # the fastest shapes spill up to 30 registers; if all spill more than `endured`, the portable kernels run
 LIMITS = Limits(passing=32, endured=64, by_code=True, gives_way=True)
 # a thread's registers by the number of consumers: in a consumer, in the producer, and at the start
-TWO, THREE = (240, 24, 168), (160, 32, 128)
+REGISTERS: Mapping[int, Registers] = {1: (232, 24, 128), 2: (240, 24, 168), 3: (160, 32, 128)}
 # log2 of the largest weight, for float8 values: weights in float8 need its whole range
 ROOM = {torch.float8_e4m3fn: 8.0, torch.float8_e5m2: 15.0}
 
@@ -33,7 +34,8 @@ ROOM = {torch.float8_e4m3fn: 8.0, torch.float8_e5m2: 15.0}
 class ForwardShape:
     """The forward's shape: `consumers` groups of four warps with 64 queries each, `block_n` keys at a time.
 
-    `stages` tiles are in flight.
+    `stages` tiles are in flight. Two programs of one consumer share a processor: one computes while the other
+    one begins or ends its tile of queries, or waits for what a mask reads.
     """
 
     consumers: int
@@ -44,12 +46,17 @@ class ForwardShape:
     def block_m(self) -> int:
         return 64 * self.consumers
 
+    @property
+    def programs(self) -> int:
+        """How many programs share a processor."""
+        return 2 if self.consumers == 1 else 1
+
     def arguments(self) -> Mapping[str, int]:
         return {
             "CONSUMERS": self.consumers,
             "BLOCK_N": self.block_n,
             "STAGES": self.stages,
-            **_warps(TWO if self.consumers == 2 else THREE),
+            **_warps(REGISTERS[self.consumers]),
         }
 
     def __str__(self) -> str:
@@ -82,7 +89,7 @@ class BackwardShape:
             "AHEAD": self.ahead,
             "LATE": self.late,
             **({} if self.shared_operand is None else {"SHARED_OPERAND": self.shared_operand}),
-            **_warps(TWO),
+            **_warps(REGISTERS[2]),
         }
 
     def __str__(self) -> str:
@@ -126,7 +133,7 @@ def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:
             )
     if min(spec.head_tile, spec.value_tile) < 64:
         return f"head dimensions of {spec.head_dim} and {spec.value_dim}: the tiles are 64 wide"
-    if spec.short:
+    if 0 < spec.short < ENDS_SOON:
         return "a short call: small tiles of the portable kernels take less time"
     if spec.decoding is not None:
         return "few queries: portable kernels share the keys of a tile among programs"
@@ -189,7 +196,7 @@ def ladder(
 def _forward_ladder(spec: KernelSpec, score: ModText | None, mask: ModText | None) -> list[ForwardShape]:
     widest = max(spec.head_tile, spec.value_tile)
     if spec.v_dtype in FLOAT8:
-        return _float8_ladder(widest)
+        return _float8_ladder(widest, bool(mask and mask.column_values) and not (score and score.pair_tile))
     narrow, wide = ForwardShape(2, 64), ForwardShape(2, 128)
     shapes = [narrow]
     # a captured tensor's tile in float32 takes memory from others
@@ -206,14 +213,19 @@ def _forward_ladder(spec: KernelSpec, score: ModText | None, mask: ModText | Non
         busy = widest > 64 and score is not None and "element" in score.expensive
         if values > 2 or busy:
             shapes.sort(key=lambda shape: shape.block_n)
+        if widest <= 64 and not large and (spec.short or mask and mask.column_values):
+            shapes.insert(0, ForwardShape(1, 128))
     return shapes
 
 
-def _float8_ladder(widest: int) -> list[ForwardShape]:
-    """Shapes for values in float8, whose tiles take half of the memory."""
+def _float8_ladder(widest: int, by_column: bool) -> list[ForwardShape]:
+    """Shapes for values in float8, whose tiles take half of the memory.
+
+    `by_column`: the mask has numbers by column. While a consumer waits for them, another program computes.
+    """
     shapes = [ForwardShape(2, 128, 3 if widest <= 128 else 2), ForwardShape(2, 64, 4 if widest <= 128 else 3)]
     if widest <= 128:
-        shapes.insert(0, ForwardShape(3, 128, 3))
+        shapes.insert(0, ForwardShape(1, 128) if by_column else ForwardShape(3, 128, 3))
     return shapes
 
 

@@ -122,6 +122,9 @@ SHORT = (
     ShortRow("dkdv", 128, 64, (), (32, 128, 4, 2)),
 )
 SHORT_SPILLS = 320
+# Up to so many positions with a mask, in heads of up to 64 columns, a row of blocks ends soon. Portable
+# kernels have the usual tiles there, but the forward for Hopper has another shape.
+ENDS_SOON = 1024
 # First for heads of up to 32 columns in half types.
 _NARROW: dict[KernelName, Tile] = {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 32, 4, 3)}
 # First for few queries: BLOCK_N, warps and stages by the padded head dimension of keys in a half type.
@@ -211,12 +214,14 @@ def short_length(longest: int, widest: int, direction: Direction, masked: bool) 
     """Returns up to how many positions a call of `longest` counts as short; 0 if it does not."""
     kernel, other = "forward" if direction == "forward" else "dkdv", "no mask" if masked else "mask"
     rows = [row for row in SHORT if row.kernel == kernel and other not in row.of]
-    return min((r.positions for r in rows if longest <= r.positions and widest <= r.widest), default=0)
+    ends_soon = masked and kernel == "forward" and widest <= 64 and longest <= ENDS_SOON
+    positions = (row.positions for row in rows if longest <= row.positions and widest <= row.widest)
+    return min(positions, default=ENDS_SOON if ends_soon else 0)
 
 
 def _small(spec: KernelSpec, kernel: KernelName, widest: int, busy: bool) -> Tile | None:
     """The tile that goes first: that of a short call, or of narrow heads."""
-    if not spec.short:
+    if spec.short in (0, ENDS_SOON):
         return _NARROW.get(kernel) if widest <= 32 else None
     facts = {"mask" if spec.mask_block else "no mask", busy and "busy", spec.pair_tile is not None and "tile"}
     rows = [row for row in SHORT if row.kernel == kernel and facts.issuperset(row.of)]

@@ -237,7 +237,8 @@ def test_a_refusal_says_what_the_compiler_met() -> None:
         (Verdict(65, LOST), "a thread spills 65 registers at least"),
         (
             RuntimeError("too wide\nmore"),
-            "no shape of it compiles: 128x128 (2 consumers): too wide; 128x64 (2 consumers): too wide",
+            "no shape of it compiles: 64x128 (1 consumer): too wide; 128x128 (2 consumers): too wide; "
+            "128x64 (2 consumers): too wide",
         ),
     ],
     ids=["spills", "spills and is serialized", "fails"],

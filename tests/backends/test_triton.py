@@ -33,6 +33,7 @@ from flexmod.backends.arguments import Forward, Problem
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
+from flexmod.codegen.ladder import ENDS_SOON, short_length
 from flexmod.codegen.render import render
 from flexmod.errors import BlockMaskPartsError
 from flexmod.runtime.plan import PlanWriter
@@ -368,10 +369,15 @@ def test_which_calls_are_short(
     assert found == [forward, backward]
 
 
-def test_masked_calls_of_more_than_64_queries_are_not_short_in_a_forward() -> None:
-    """The Hopper kernels take less time for them."""
+def test_masked_calls_of_more_than_64_queries_have_a_hopper_forward() -> None:
+    """Its kernels take less time for them. They have a shape for rows that end soon."""
     case = Case(*random(65, 65, dtype=BFLOAT), dense=causal(65, 65), mask=CAUSAL)
-    assert [case.kernels(way).spec.short for way in (False, True)] == [0, 128]
+    specs = [case.kernels(way).spec for way in (False, True)]
+    assert [spec.short for spec in specs] == [ENDS_SOON, 128]
+    for length, short in ((1024, ENDS_SOON), (1025, 0)):
+        assert short_length(length, 64, "forward", masked=True) == short
+        assert short_length(length, 65, "forward", masked=True) == 0
+        assert short_length(length, 64, "forward", masked=False) == 0
 
 
 def after_the_last(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

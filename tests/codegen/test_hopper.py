@@ -19,6 +19,7 @@ from flexmod import mods
 from flexmod.codegen.compiler import lower
 from flexmod.codegen.hopper import hopper_kernels, ladder, spec_obstacle, text
 from flexmod.codegen.kernels import ModText
+from flexmod.codegen.ladder import ENDS_SOON
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.term_text import write_exponent
 from flexmod.codegen.variant import variant
@@ -227,10 +228,11 @@ def test_tiles_divide_the_blocks_of_the_mask(dim: int, block: Any) -> None:
 
 
 def test_the_first_shape_follows_the_mods() -> None:
-    def first(way: Any, dim: int, score: Any = None, mask: Any = None) -> str:
-        return str(ladder(spec(dim=dim, mask_block=(128, 128) if mask else None), way, score, mask)[0])
+    def first(way: Any, dim: int, score: Any = None, mask: Any = None, **facts: Any) -> str:
+        of = spec(dim=dim, mask_block=(128, 128) if mask else None, **facts)
+        return str(ladder(of, way, score, mask)[0])
 
-    two_numbers, three_numbers = (replace(DOCUMENT, column_values=count) for count in (2, 3))
+    one_number, two_numbers, three_numbers = (replace(DOCUMENT, column_values=count) for count in (1, 2, 3))
     assert first("forward", 128, mask=CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 128, mask=two_numbers) == "128x128 (2 consumers)"
     assert first("forward", 128, mask=three_numbers) == "128x64 (2 consumers)"
@@ -242,20 +244,22 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("forward", 64, ALIBI_EXPONENT) == "192x128 (3 consumers)"
     assert first("forward", 64, ALIBI_EXPONENT, CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 64, mask=CAUSAL) == "128x128 (2 consumers)"
+    assert first("forward", 64, mask=CAUSAL, short=ENDS_SOON) == "64x128 (1 consumer)"
+    assert first("forward", 64, mask=one_number) == "64x128 (1 consumer)"
+    assert first("forward", 64, mask=three_numbers) == "64x128 (1 consumer)"
     assert first("forward", 256, mask=CAUSAL) == "128x64 (2 consumers)"
     half, single = (exponent_in_tiles(zeros(4, 8, 8, dtype=dtype)) for dtype in (BF16, SINGLE))
     assert first("forward", 128, half) == "128x128 (2 consumers)"
     assert first("forward", 64, half) == "192x128 (3 consumers)"
     assert first("forward", 128, single) == "128x64 (2 consumers)"
     assert first("forward", 64, single) == "128x128 (2 consumers)"
-    in_float8 = [
-        str(ladder(spec(E4M3, dim, out_dtype=BF16), "forward", None, None)[0]) for dim in (64, 128, 256)
-    ]
-    assert in_float8 == [
-        "192x128 (3 consumers)",
-        "192x128 (3 consumers)",
-        "128x128 (2 consumers)",
-    ]
+    assert first("forward", 64, single, one_number) == "128x128 (2 consumers)"
+    shapes: Any = {64: "192x128 (3 consumers)", 128: "192x128 (3 consumers)", 256: "128x128 (2 consumers)"}
+    for mask in (None, CAUSAL, one_number):
+        for dim, shape in shapes.items():
+            of = spec(E4M3, dim, out_dtype=BF16, mask_block=(128, 128) if mask else None)
+            expected = "64x128 (1 consumer)" if mask is one_number and dim <= 128 else shape
+            assert str(ladder(of, "forward", None, mask)[0]) == expected
     assert first("backward", 128, mask=CAUSAL) == "64x128 (ahead, shared operand)"
     assert first("backward", 128, mask=DOCUMENT) == "64x128 (ahead, shared operand)"
     assert first("backward", 128) == "64x128 (ahead, shared operand)"

@@ -23,7 +23,7 @@ from flexmod import masks, mods
 from flexmod.tools.ahead import warm
 
 target, folder = sys.argv[1:]
-made = {"head_dim": 64, "dtype": torch.float16, "targets": [target]}
+made = {"head_dim": 64, "dtype": torch.float16, "targets": [target], "length": 1000}
 assert all(built.fits for _, built in warm(folder, mods.softcap(30.0), masks.causal(), **made))
 """
 CALL = """
