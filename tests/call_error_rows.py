@@ -953,6 +953,12 @@ MODS: list[Row] = [
         "  Instead: give it 3 batch entries, or build the block mask with B=2.",
     ),
     (
+        errors.CallSizeError,
+        lambda: mask(mod=masks.jagged(torch.tensor([0, 9, 20, 32]), masks.padding(torch.tensor([4, 5])))),
+        "masks.padding is made for 2 batch entries (its lengths), but the packing has 3 sequences.\n"
+        "  Instead: give it 3 batch entries.",
+    ),
+    (
         errors.NotCallable,
         lambda: call(score_mod=x(32, 32)),
         "score_mod is a Tensor, which cannot be called.\n"

@@ -169,3 +169,11 @@ class CallSizeError(FlexmodError, ValueError):
             given=f"{given}, from position {start} on" if start else given,
             advice=", or ".join(advice),
         )  # fmt: skip
+
+    @classmethod
+    def of_sequences(cls, size: int, count: int, owner: str, argument: str) -> CallSizeError:
+        """Builds the error for a mod with `size` batch entries within `count` packed sequences."""
+        return cls(
+            owner=owner, argument=argument, size=counted(size, "batch entry"), place="the packing",
+            given=counted(count, "sequence"), advice=f"give it {counted(count, 'batch entry')}",
+        )  # fmt: skip

@@ -412,15 +412,16 @@ def line_of_load(nodes: Iterable[Node], number: int) -> Where | None:
 CARRIER = torch.positive
 
 
-def expect_size(index: Any, size: Any, owner: str, argument: str) -> Any:
+def expect_size(index: Any, size: Any, owner: str, argument: str, sequences: bool = False) -> Any:
     """Returns `index`, and records that the mod has `size` entries for it; see `check_sizes`.
 
     `owner` and `argument` appear in the error: the library's function, and its argument with that size.
+    With `sequences`, `index` is one of `size` packed sequences, which another mod gets as its batch entry.
     """
     if has_torch_function_unary(index):
-        return handle_torch_function(expect_size, (index,), index, size, owner, argument)
+        return handle_torch_function(expect_size, (index,), index, size, owner, argument, sequences)
     if torch.compiler.is_compiling() and _recorded():
-        return CARRIER(index, size, owner, argument)  # type: ignore[call-arg]
+        return CARRIER(index, size, owner, argument, sequences)  # type: ignore[call-arg]
     return index
 
 

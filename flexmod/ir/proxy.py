@@ -233,6 +233,7 @@ class Tracer:
         self.read: dict[int, torch.Tensor] = {}
         self.computed: dict[int, object] = {}  # results that torch computed from tensors during the trace
         self.expected: dict[ExpectedSize, None] = {}
+        self.sequences: dict[Node, int] = {}  # numbers of packed sequences, and how many there are
         self.without_gradient: dict[Node, Where | None] = {}  # made while the mod had turned gradients off
         self._numbers: dict[int, int] = {}
         self._given_names: dict[int, str] = {}
@@ -305,9 +306,19 @@ class Tracer:
             self.expect_size(inputs[expected.axis], *expected[1:])
         return Proxy(self, rebuild(graph, change, self.builder).result)
 
-    def expect_size(self, index: Any, size: Any, owner: str, argument: str, start: int = 0) -> Proxy:
-        """Records the size of an axis if the index is a position, from `start` on; see `check_sizes`."""
+    def expect_size(
+        self, index: Any, size: Any, owner: str, argument: str, start: int = 0, sequences: bool = False
+    ) -> Proxy:
+        """Records the size of an axis if the index is a position, from `start` on; see `check_sizes`.
+
+        Raises CallSizeError if the index is the number of a packed sequence, and there are more or fewer
+        sequences. Positions after the last one may form one more.
+        """
         node = position = self.node(index, "expect_size")
+        if sequences:
+            self.sequences[node] = int(size)
+        elif (count := self.sequences.get(node)) is not None and int(size) not in (count, count + 1):
+            raise errors.CallSizeError.of_sequences(int(size), count, owner, argument)
         axes: tuple[str, ...] = POSITIONS
         if node.op == "add" and type(node.args[1].value) is int and node.args[1].is_const:
             position, start, axes = node.args[0], start + node.args[1].value, POSITIONS[2:]

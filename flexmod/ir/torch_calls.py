@@ -208,7 +208,7 @@ SPECIAL: dict[str, Callable[..., Proxy]] = {
     "type_as": _to,
     "new_tensor": _new_tensor,
     **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), _to),
-    "expect_size": lambda tracer, *args: tracer.expect_size(*args),
+    "expect_size": lambda tracer, *args: tracer.expect_size(*args[:4], sequences=args[4]),
 }
 # the names of functions of scalars
 OF_SCALARS = frozenset({*CASTS, *FILLS, *SPECIAL, *BY_TORCH_NAME, *COMPOSED})

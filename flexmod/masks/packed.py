@@ -355,6 +355,7 @@ def sequences(
 
     def within(q_idx: Any, kv_idx: Any) -> tuple[Any, Any, Any]:
         number = as_position(look_up(sequence, owner, "offsets", q_idx), q_idx, last)
+        number = expect_size(number, last, owner, "offsets", sequences=True)
         first, kv_first = look_up(start, owner, "offsets", q_idx), look_up(kv_start, owner, kv_name, kv_idx)
         query = as_position(q_idx - first, q_idx, start.shape[0] - 1)
         return number, query, as_position(kv_idx - kv_first, kv_idx, kv_start.shape[0] - 1)
