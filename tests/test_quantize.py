@@ -247,9 +247,9 @@ MISTAKES: list[tuple[type[errors.FlexmodError], Callable[[], Any], str]] = [
         "quantize: by is 'row'; it must be 'tensor', 'head' or 'block'.\n  Instead: write e.g. by=\"head\".",
     ),
     (
-        errors.LibraryArgumentError,
+        errors.ArgumentTypeError,
         lambda: quantize(X, by="head", rotate=8),  # type: ignore[arg-type]
-        "quantize: rotate is 8; it must be True or False.\n  Instead: leave it out for False.",
+        "rotate is 8.\n  Instead: give rotate=True or rotate=False.",
     ),
     (
         errors.LibraryArgumentError,
@@ -271,3 +271,16 @@ def test_mistakes(error: type[errors.FlexmodError], mistake: Callable[[], Any], 
     with pytest.raises(error) as raised:
         mistake()
     assert str(raised.value) == message
+
+
+def test_rotate_may_be_a_symbol_of_a_compiled_graph() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager", fullgraph=True, dynamic=True)
+    def both(x: Any) -> Any:
+        return quantize(x, by="head", rotate=x.shape[2] > 100)
+
+    for length in (129, 300, 40):
+        x = normal(1, 2, length, 48)
+        for one, other in zip(both(x), quantize(x, by="head", rotate=length > 100), strict=True):
+            assert torch.equal(one.float(), other.float())

@@ -291,8 +291,8 @@ def quantize(
     are rotated in parts as long as the largest power of two that divides D.
 
     Rounding has no gradient. Raises NotATensor, NotFourDimensional, EmptyHeadDim, TensorKindError,
-    FreedStorageError, QuantizeGradientError and LibraryArgumentError. Source: Shah et al., FlashAttention-3,
-    2024 (incoherent processing); Ashkboos et al., QuaRot, 2024.
+    FreedStorageError, QuantizeGradientError, ArgumentTypeError and LibraryArgumentError. Source: Shah et al.,
+    FlashAttention-3, 2024 (incoherent processing); Ashkboos et al., QuaRot, 2024.
 
     Example:
 
@@ -367,14 +367,14 @@ def _check(x: Any, dtype: object, by: object, rotate: bool) -> None:
     dim = int(x.shape[-1])
     if not dim:
         raise errors.EmptyHeadDim(name="x", shape=list(x.shape))
-    rotates = rotate is not True or dim % 16 == 0 or _rotation_size(dim) == dim
+    errors.ArgumentTypeError.check_flags(rotate=rotate)
+    rotates = not rotate or dim % 16 == 0 or _rotation_size(dim) == dim
     floats, float8 = "float16, bfloat16, float32 or float64", " or ".join(map(str, FLOAT8))
     sizes = "a power of two or a multiple of 16 with rotate=True"
     for name, value, right, rule, advice in (
         ("x", x.dtype, x.dtype in checks.TORCH_DTYPES, floats, "write quantize(x.float())"),
         ("dtype", repr(dtype), dtype in FLOAT8, float8, "leave it out for torch.float8_e4m3fn"),
         ("by", repr(by), by in _GROUPS, "'tensor', 'head' or 'block'", 'write e.g. by="head"'),
-        ("rotate", repr(rotate), isinstance(rotate, bool), "True or False", "leave it out for False"),
         ("head_dim", dim, rotates, sizes, "leave rotate out for both query and key"),
     ):
         if not right:
