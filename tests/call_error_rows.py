@@ -1168,6 +1168,13 @@ OPTION_MISTAKES: list[Row] = [
             ("flatten", "3", lambda: mask().as_tuple(3)),  # type: ignore[arg-type]
             ("density", "'x'", lambda: mask().to_string(density="x")),  # type: ignore[arg-type]
             ("color", "2", lambda: mask().to_string(color=2)),  # type: ignore[arg-type]
+            ("causal", "32", lambda: masks.sliding_window(64, 32)),  # type: ignore[arg-type]
+            ("causal", "2", lambda: masks.dilated_window(8, 2, 2)),  # type: ignore[arg-type]
+            ("causal", "None", lambda: masks.global_window(8, 2, None)),  # type: ignore[arg-type]
+            ("causal", "tensor(True)", lambda: masks.document(torch.arange(8), torch.tensor(True))),  # type: ignore[arg-type]
+            ("approximate", "0.5", lambda: mods.softcap(30.0, 0.5)),  # type: ignore[arg-type]
+            # as in Transformers, where the distance follows
+            ("bidirectional", "128", lambda: mods.t5_bias(torch.zeros(32, 2), 128)),  # type: ignore[arg-type]
         )
     ),
     (

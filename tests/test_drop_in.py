@@ -452,4 +452,5 @@ def test_what_counts_as_true_in_torch(flag: Any) -> None:
         found = attend(q, k[:, :2], v[:, :2], **shared)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert type(dict(kernel_options.parse({"bwd_deterministic": flag}).tiles)["bwd_deterministic"]) is bool
     assert built(flexmod, separate_full_blocks=not flag).full_kv_num_blocks is None

@@ -307,12 +307,6 @@ EVEN, ROPE = torch.zeros(2, 4), torch.zeros(1, 1, 5, 2)
             "t5_bias: table is of shape [32, 2], with max_distance=16",
             "of 2 buckets or more for each direction, half of them fewer than max_distance",
         ),
-        (lambda: mods.softcap(30.0, 0.5), "softcap: approximate is 0.5", "True or False"),
-        (
-            lambda: mods.t5_bias(torch.zeros(32, 2), 128),  # as in Transformers, where the distance follows
-            "t5_bias: bidirectional is 128",
-            "True or False",
-        ),
         (lambda: mods.sandwich(8, 0), "sandwich: length is 0", "an integer of 1 or more"),
         (lambda: mods.sandwich(8, 4, 7), "sandwich: dim is 7", "a positive even integer"),
         (lambda: mods.sandwich(8, 4, "16"), "sandwich: dim is '16'", "a positive even integer"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
 from flexmod import errors
-from flexmod.errors.base import shown
+from flexmod.errors.base import is_flag, shown
 from flexmod.ir.graph import as_bool, as_int
 from flexmod.runtime.private_torch import assume_constant
 
@@ -100,7 +100,7 @@ class FlexKernelOptions(TypedDict, total=False):
     matrix_instr_nonkdim: int
 
 
-_FLAG = Option("True or False", lambda value: isinstance(value, bool))
+_FLAG = Option("True or False", is_flag)
 _BLOCK = Option("a power of two, 16 or more", _power_of_two)
 
 # In the order of FlexKernelOptions: numbers without a row below are sides of tiles.
@@ -150,6 +150,8 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
             if bare == "BACKEND" and isinstance(value, str) and value == "FLASH":
                 raise errors.FlashBackendError()
             raise errors.OptionValueError(name=name, value=value, accepted=option.accepted)
+        if option is _FLAG:
+            values[name] = as_bool(value)
         if option.names:  # a member of an Enum is a string, but no constant of a compiled graph
             values[name] = option.names[option.names.index(value)]
     backend = values.get("BACKEND", "AUTO")

@@ -53,6 +53,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def is_flag(value: object) -> bool:
+    """Is a value True or False? numpy's bool, 0 and 1 are flags too, as in torch; a tensor is none."""
+    return (isinstance(value, int) and value in (0, 1)) or type(value).__name__ in ("bool", "bool_")
+
+
 def shown(value: object) -> str:
     """Returns an argument as an error quotes it: its repr, or its kind where that says no more in a line."""
     text = repr(value)

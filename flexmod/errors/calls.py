@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from os import PathLike
 
-from flexmod.errors.base import FlexmodError, a_type, counted, shown
+from flexmod.errors.base import FlexmodError, a_type, counted, is_flag, shown
 
 
 class NotFourDimensional(FlexmodError, ValueError, NotImplementedError):
@@ -250,13 +250,9 @@ class ArgumentTypeError(FlexmodError, TypeError):
 
     @classmethod
     def check_flags(cls, **flags: object) -> None:
-        """Raises the error if a flag is neither True nor False: such a value was meant for another argument.
-
-        numpy's bool, 0 and 1 are flags too, as in torch.
-        """
+        """Raises the error if a value is no flag, see `is_flag`: it was meant for another argument."""
         for name, value in flags.items():
-            plain = isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
-            if not plain and type(value).__name__ not in ("bool", "bool_"):
+            if not is_flag(value):
                 raise cls(name=name, given=shown(value), advice=f"give {name}=True or {name}=False")
 
     @classmethod

@@ -52,17 +52,6 @@ def checked_device(device: Any) -> torch.device | None:
     return None if device is None else device_of(device)
 
 
-def check_flag(function: str, name: str, value: Any) -> bool:
-    """Returns `value` if it is True or False: a number in its place was meant for another argument."""
-    if isinstance(value, bool):
-        return value
-    given = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    raise LibraryArgumentError(
-        function=function, name=name, value=given, rule="True or False",
-        advice=f"write {name}=True or {name}=False",
-    )  # fmt: skip
-
-
 def check_tensor(
     function: str, name: str, value: Any, ranks: tuple[int, ...], shapes: str, last: int | None = None
 ) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flexmod.errors import LibraryArgumentError
-from flexmod.errors.base import shown
+from flexmod.errors.base import is_flag, shown
 from flexmod.ir.composed import Mask
-from flexmod.ir.graph import as_position, expect_size, look_up
+from flexmod.ir.graph import as_bool, as_position, expect_size, look_up
 from flexmod.ir.offsets import LARGEST
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import (
@@ -150,13 +150,13 @@ def natten(
     causals = causal if isinstance(causal, tuple) else (causal,) * axes
     kernels = check_extents("natten", "kernel", kernels, axes)
     dilations = check_extents("natten", "dilation", dilations, axes)
-    if len(causals) != axes or not all(isinstance(ends, bool) for ends in causals):
+    if len(causals) != axes or not all(map(is_flag, causals)):
         raise LibraryArgumentError(
             function="natten", name="causal", value=shown(causal),
             rule=f"True, False or a tuple of {axes} of them",
             advice="write e.g. causal=(True, False, False) for a video",
         )  # fmt: skip
-    on_axes = tuple(zip(extent, kernels, dilations, causals, strict=True))
+    on_axes = tuple(zip(extent, kernels, dilations, map(as_bool, causals), strict=True))
     for length, size, step, ends in on_axes:
         if size * step > length or not (size % 2 or ends):
             raise LibraryArgumentError(

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.errors import LibraryArgumentError
+from flexmod.errors import ArgumentTypeError, LibraryArgumentError
 from flexmod.errors.base import shown
 from flexmod.ir.composed import Mask
-from flexmod.ir.graph import as_position, expect_size, look_up
+from flexmod.ir.graph import as_bool, as_position, expect_size, look_up
 from flexmod.ir.source import check_arity
-from flexmod.masks.checks import MaskMod, check_flag, check_number, check_packing, check_starts, check_tensor
+from flexmod.masks.checks import MaskMod, check_number, check_packing, check_starts, check_tensor
 
 
 def document(
@@ -73,7 +73,8 @@ def document(
     """
     argument = "ids" if ids is not None else "total" if total is not None else "sum of lengths"
     ids = _document_ids(ids, lengths, cu_seqlens, total)
-    owner, causal = "masks.document", check_flag("document", "causal", causal)
+    ArgumentTypeError.check_flags(causal=causal)
+    owner, causal = "masks.document", as_bool(causal)
 
     @Mask
     def document_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flexmod.errors import LibraryArgumentError
+from flexmod.errors import ArgumentTypeError, LibraryArgumentError
 from flexmod.ir.composed import Mask, and_masks, or_masks
 from flexmod.ir.graph import expect_size, look_up
-from flexmod.masks.checks import MaskMod, check_counts, check_flag, check_number, check_tensor
+from flexmod.masks.checks import MaskMod, check_counts, check_number, check_tensor
 
 
 def causal() -> Mask:
@@ -214,7 +214,7 @@ def sliding_window(window: int | Tensor, causal: bool = True) -> Mask:
         ....##
     """
     window = check_counts("sliding_window", "window", window, shape="[H]", least=1)
-    check_flag("sliding_window", "causal", causal)
+    ArgumentTypeError.check_flags(causal=causal)
 
     def sliding_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         size = look_up(window, "masks.sliding_window", "window", h)
@@ -258,7 +258,7 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> Mask:
     """
     window = check_number("dilated_window", "window", window, least=1)
     dilation = check_number("dilated_window", "dilation", dilation, least=1)
-    inside = sliding_window(window * dilation, check_flag("dilated_window", "causal", causal))
+    inside = sliding_window(window * dilation, causal)
 
     @Mask
     def dilated_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -313,6 +313,7 @@ def global_window(window: int, tokens: int, causal: bool = True) -> Mask:
     """
     window = check_number("global_window", "window", window, least=1)
     tokens = check_number("global_window", "tokens", tokens, least=0)
+    ArgumentTypeError.check_flags(causal=causal)
 
     @Mask
     def global_window_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -323,7 +324,7 @@ def global_window(window: int, tokens: int, causal: bool = True) -> Mask:
         near = (q_idx - kv_idx < window) & (kv_idx - q_idx < window)
         return near | (kv_idx < tokens) | (q_idx < tokens)
 
-    return global_window_causal if check_flag("global_window", "causal", causal) else global_window_both_sides
+    return global_window_causal if causal else global_window_both_sides
 
 
 def by_head(choice: Tensor, *mask_mods: MaskMod) -> Mask:

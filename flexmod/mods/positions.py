@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flexmod.errors import LibraryArgumentError
+from flexmod.errors import ArgumentTypeError, LibraryArgumentError
 from flexmod.errors.base import shown
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import expect_size, look_up
-from flexmod.masks.checks import check_flag, check_float, check_heads, check_number, checked_device, whole
+from flexmod.masks.checks import check_float, check_heads, check_number, checked_device, whole
 
 
 def alibi(slopes: int | Tensor) -> ScoreMod:
@@ -223,7 +223,7 @@ def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128)
     """
     check_float("t5_bias", "table", table, ranks=(2,), shapes="[buckets, H]")
     max_distance = check_number("t5_bias", "max_distance", max_distance, least=1)
-    check_flag("t5_bias", "bidirectional", bidirectional)
+    ArgumentTypeError.check_flags(bidirectional=bidirectional)
     count = table.shape[0] // 2 if bidirectional else table.shape[0]
     if count < 2 or (bidirectional and table.shape[0] % 2) or max_distance <= count // 2:
         raise LibraryArgumentError(

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmod.errors import LibraryArgumentError
+from flexmod.errors import ArgumentTypeError, LibraryArgumentError
 from flexmod.errors.base import a_type
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.formulas import tanh_approximate
 from flexmod.ir.graph import expect_size, look_up
 from flexmod.ir.source import check_arity
-from flexmod.masks.checks import check_flag, check_float, check_number, check_positive, check_tensor
+from flexmod.masks.checks import check_float, check_number, check_positive, check_tensor
 from flexmod.masks.packed import sequences
 
 
@@ -91,7 +91,7 @@ def softcap(cap: float, approximate: bool = False) -> ScoreMod:
     def softcap_approximate_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return cap * tanh_approximate(score / cap)
 
-    check_flag("softcap", "approximate", approximate)
+    ArgumentTypeError.check_flags(approximate=approximate)
     return softcap_approximate_score if approximate else softcap_score
 
 
