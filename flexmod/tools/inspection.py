@@ -130,7 +130,8 @@ def explain(
     return Explanation(graphs, source, ByFamily(sources), templates, ByFamily(plans))
 
 
-# kernel_options that a standalone file, with portable kernels and a plain launcher, does not support
+# kernel_options that a standalone file, with portable kernels and a plain launcher, does not support; False
+# and 0 ask for nothing
 NOT_IN_A_FILE = ("tuned", "deterministic", "kpack", "waves_per_eu", "matrix_instr_nonkdim")
 CALL = "head_dim=64, dtype=torch.bfloat16"
 
@@ -270,7 +271,7 @@ class Inspection:
         return standalone.written(path, file.text())
 
     def _ptx(self, spec: KernelSpec, target: str | None) -> Named[str]:
-        if any(name.endswith("tuned") for name, _ in self._options.tiles):
+        if any(asked and name.endswith("tuned") for name, asked in self._options.tiles):
             raise errors.NoPtxError(
                 of="this handle", why="its kernel option tuned asks for tiles that were found on a device",
                 advice="compile a handle without the option",
@@ -326,8 +327,8 @@ class Inspection:
 
     def _check_savable(self, spec: KernelSpec) -> None:
         why, advice = "", "compile a handle without the option, and save that"
-        options = {name.removeprefix("fwd_").removeprefix("bwd_"): x for name, x in self._options.tiles}
-        unheeded = [name for name in options if name in NOT_IN_A_FILE]
+        tiles = [(name.removeprefix("fwd_").removeprefix("bwd_"), x) for name, x in self._options.tiles]
+        options, unheeded = dict(tiles), [name for name, x in tiles if x and name in NOT_IN_A_FILE]
         if unheeded:
             why = f"a file does not heed its kernel option {unheeded[0]}"
         elif options.get("TEMPLATE", "auto") not in ("auto", "portable"):
