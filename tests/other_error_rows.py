@@ -317,6 +317,26 @@ ROWS: list[Row] = [
     ),
     (
         errors.ArgumentTypeError,
+        lambda: flexmod.compile().save("mine.py", head_dim=torch.tensor(64), dtype=torch.float32),  # type: ignore[arg-type]
+        "head_dim is tensor(64).\n  Instead: give a whole number above 0, e.g. 64.",
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: flexmod.compile().save("mine.py", head_dim=64, value_dim=0, dtype=torch.float32),
+        "value_dim is 0.\n  Instead: give a whole number above 0, e.g. 64.",
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: flexmod.compile().ptx_for("sm_90", head_dim=True, dtype=torch.float32),
+        "head_dim is True.\n  Instead: give a whole number above 0, e.g. 64.",
+    ),
+    (
+        errors.ArgumentTypeError,
+        lambda: flexmod.compile().ptx_for("sm_90", head_dim=64, dtype="float32"),  # type: ignore[arg-type]
+        "dtype is 'float32'.\n  Instead: give torch.float16, torch.bfloat16 or torch.float32.",
+    ),
+    (
+        errors.ArgumentTypeError,
         lambda: next(ahead.warm(3)),  # type: ignore[arg-type]
         "folder is 3.\n  Instead: give a text or a pathlib.Path.",
     ),

@@ -115,16 +115,26 @@ def variant(
 
 def _check(dtype: object, head_dim: object, value_dim: object, block_size: object) -> None:
     sides = block_size if isinstance(block_size, tuple) and len(block_size) == 2 else (block_size,)
-    dtypes = "give torch.float16, torch.bfloat16 or torch.float32"
-    size = "give a whole number above 0, e.g. 64"
-    for name, value, is_right, advice in (
-        ("dtype", dtype, dtype in (*KERNEL_DTYPES, *FLOAT8), dtypes),
-        ("head_dim", head_dim, _is_size(head_dim), size),
-        ("value_dim", value_dim, value_dim is None or _is_size(value_dim), size),
-        ("block_size", block_size, all(map(_is_size, sides)), "give e.g. 128 or (128, 64)"),
-    ):
-        if not is_right:
-            raise ArgumentTypeError(name=name, given=shown(value), advice=advice)
+    check_dtype(dtype, dtype in (*KERNEL_DTYPES, *FLOAT8))
+    check_dim("head_dim", head_dim)
+    if value_dim is not None:
+        check_dim("value_dim", value_dim)
+    if not all(map(_is_size, sides)):
+        advice = "give e.g. 128 or (128, 64)"
+        raise ArgumentTypeError(name="block_size", given=shown(block_size), advice=advice)
+
+
+def check_dtype(dtype: object, right: bool) -> None:
+    """Raises ArgumentTypeError if the dtype is not right."""
+    if not right:
+        advice = "give torch.float16, torch.bfloat16 or torch.float32"
+        raise ArgumentTypeError(name="dtype", given=shown(dtype), advice=advice)
+
+
+def check_dim(name: str, value: object) -> None:
+    """Raises ArgumentTypeError if a head dimension is no positive int."""
+    if not _is_size(value):
+        raise ArgumentTypeError(name=name, given=shown(value), advice="give a whole number above 0, e.g. 64")
 
 
 def _is_size(value: object) -> bool:

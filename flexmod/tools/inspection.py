@@ -18,7 +18,7 @@ from flexmod.backends.options import USUAL, KernelOptions, Layout
 from flexmod.codegen.compiler import capture_grad
 from flexmod.codegen.render import render
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, KernelSpec
-from flexmod.codegen.variant import EXTENTS, Variant, of_traces, spec_for, variant
+from flexmod.codegen.variant import EXTENTS, Variant, check_dim, check_dtype, of_traces, spec_for, variant
 from flexmod.ir.graph import Graph, dtype_name
 from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace
@@ -224,7 +224,7 @@ class Inspection:
             value_dim  of value; by default head_dim if you give it, else as in the latest call
             dtype      of all three; by default as in the latest call
 
-        Raises UnknownTarget, and the errors of `ptx`.
+        Raises UnknownTarget, ArgumentTypeError, and the errors of `ptx`.
         """
         advice = f"attend.ptx_for({target!r}, {CALL})"
         return self._ptx(self._spec("PTX", advice, head_dim, value_dim, dtype), target)
@@ -252,6 +252,7 @@ class Inspection:
             NotCalledError, UnsupportedDtype: as `source`.
             NoStandaloneError: the handle uses an option that a file does not support.
             UnknownTarget, NoTileFits: see `standalone`.
+            ArgumentTypeError: an invalid dtype or dimension.
         """
         with lazy_imports():
             from flexmod.tools import standalone
@@ -305,6 +306,10 @@ class Inspection:
         dtype: torch.dtype | None = None,
     ) -> KernelSpec:
         """Returns the latest call's spec, with the given arguments in place of its own."""
+        for name, dim in (("head_dim", head_dim), ("value_dim", value_dim)):
+            if dim is not None:
+                check_dim(name, dim)
+        check_dtype(dtype, dtype is None or isinstance(dtype, torch.dtype))
         latest = self._latest
         if latest is not None:
             spec = latest.spec
