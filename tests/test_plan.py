@@ -161,7 +161,8 @@ def plans(batch: int, length: int, keys: int, dim: int = 64) -> dict[str, Plan]:
 
 
 def test_one_plan_serves_all_lengths() -> None:
-    assert plans(1, 300, 300) == plans(3, 1024, 4096)
+    assert plans(1, 1100, 300) == plans(3, 1024, 4096)
+    assert plans(1, 300, 300) == plans(3, 1024, 1024)  # where rows end soon
 
 
 def test_a_plan_as_it_is_read(golden: Any) -> None:

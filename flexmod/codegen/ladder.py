@@ -123,7 +123,7 @@ SHORT = (
 )
 SHORT_SPILLS = 320
 # Up to so many positions with a mask, in heads of up to 64 columns, a row of blocks ends soon. Portable
-# kernels have the usual tiles there, but the forward for Hopper has another shape.
+# kernels have the usual tiles there, but another family's forward may have a shape for it.
 ENDS_SOON = 1024
 # First for heads of up to 32 columns in half types.
 _NARROW: dict[KernelName, Tile] = {"forward": Tile(64, 64, 4, 3), "dq": Tile(64, 32, 4, 3)}
