@@ -16,9 +16,9 @@ assembler serialized instructions.
 
 The chips need not be present. The folder gets forward and backward kernels for dense tensors [B, H, M, D]
 whose head dimension is a multiple of 16, and forward kernels of calls without gradients. Short calls have
-kernels of their own, which `length` asks for. It lacks kernels that build block masks, separate kernels for
-gradients of captured tensors, and kernels for few queries. To add these, run the model on such a chip with
-TRITON_CACHE_DIR set to the folder's part `compiled`. Each host builds Triton's launchers in C itself.
+kernels of their own, which `length` asks for. The folder lacks kernels that build block masks, kernels for
+gradients of captured tensors alone, and kernels for few queries. To add these, run the model on such a chip
+with TRITON_CACHE_DIR set to the folder's part `compiled`. Each host builds Triton's launchers in C itself.
 
 `VariantCall` stands for a call, and `by_family` has the plans that `explain` shows.
 """
