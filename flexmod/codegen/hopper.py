@@ -71,29 +71,28 @@ class BackwardShape:
         late            issues dp after p is computed, not before; this takes fewer registers
         shared_operand  dK's product reads the gradients of the scores from shared memory, not registers
 
-    If consumers share 64 keys, the product always reads shared memory, and `shared_operand` is None.
+    None where a template knows one way only: if consumers share 64 keys, or take dQ a step late.
     """
 
     block_m: int
-    ahead: bool
+    ahead: bool | None
     shared_operand: bool | None
-    late: bool
+    late: bool | None
     stages: int = 2
     block_n: int = 128
 
     def arguments(self) -> Mapping[str, int]:
+        ways = {"AHEAD": self.ahead, "LATE": self.late, "SHARED_OPERAND": self.shared_operand}
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
             "STAGES": self.stages,
-            "AHEAD": self.ahead,
-            "LATE": self.late,
-            **({} if self.shared_operand is None else {"SHARED_OPERAND": self.shared_operand}),
+            **{name: value for name, value in ways.items() if value is not None},
             **_warps(REGISTERS[2]),
         }
 
     def __str__(self) -> str:
-        parts = ["ahead" if self.ahead else "in step"]
+        parts = ["dQ a step late" if self.ahead is None else "ahead" if self.ahead else "in step"]
         if self.shared_operand is not None:
             parts.append("shared operand" if self.shared_operand else "own operand")
         if self.late:
@@ -102,7 +101,6 @@ class BackwardShape:
 
 
 Shape = ForwardShape | BackwardShape
-
 
 def _warps(registers: Registers) -> Mapping[str, int]:
     consumer, producer, start = registers
@@ -160,9 +158,15 @@ def wide(spec: KernelSpec) -> bool:
     return max(spec.head_tile, spec.value_tile) > 128
 
 
-def holds_keys(spec: KernelSpec) -> bool:
-    """Does the wide backward keep its keys in registers? With values of up to 128 there are enough."""
-    return spec.head_used == 192 and spec.value_tile <= 128
+def delayed(spec: KernelSpec, score: ModText | None, captures: CaptureTexts) -> bool:
+    """Do the backward's consumers, with 64 keys each, take dQ a step late?
+
+    Heads of 192 with values of up to 128 leave registers for that, but for no sums of captures' terms. Tiles
+    of a captured tensor find no shared memory.
+    """
+    fits = spec.head_used == 192 and spec.value_tile <= 128 and not (score and score.pair_tile)
+    whole = spec.mask_block is None or spec.mask_block[1] % 128 == 0
+    return fits and whole and captures.column is None and captures.added is None
 
 
 def sum_block(head_tile: int, block_m: int) -> tuple[int, int, int]:
@@ -184,10 +188,16 @@ def sum_row(head_tile: int) -> int:
 
 
 def ladder(
-    spec: KernelSpec, direction: Direction, score: ModText | None, mask: ModText | None
+    spec: KernelSpec,
+    direction: Direction,
+    score: ModText | None,
+    mask: ModText | None,
+    captures: CaptureTexts = NO_CAPTURES,
 ) -> tuple[Shape, ...]:
     """The shapes to try, best first. Measured on an H200."""
     if direction == "backward":
+        if delayed(spec, score, captures):
+            return (BackwardShape(64, ahead=None, shared_operand=None, late=None),)
         return _backward_ladder(spec, score, mask)
     kv_block = spec.mask_block[1] if spec.mask_block else 128
     return tuple(shape for shape in _forward_ladder(spec, score, mask) if kv_block % shape.block_n == 0)
@@ -233,11 +243,9 @@ def _backward_ladder(
     spec: KernelSpec, score: ModText | None, mask: ModText | None
 ) -> tuple[BackwardShape, ...]:
     if wide(spec):
-        # keys in registers leave fewer free registers
-        first = holds_keys(spec)
         return tuple(
             BackwardShape(64, ahead=ahead, shared_operand=None, late=late, block_n=64)
-            for ahead, late in ((True, first), (True, not first), (False, True))
+            for ahead, late in ((True, False), (True, True), (False, True))
         )
     late = score is not None
     shapes = [
@@ -283,7 +291,7 @@ class HopperKernels:
         """Shapes for the forward and the backward kernels; tiles for the portable kernels next to them."""
         if kernel not in get_args(Direction):
             return self.portable.ladder(kernel)
-        return ladder(self.spec, kernel, self.score, self.portable.mask)
+        return ladder(self.spec, kernel, self.score, self.portable.mask, self.portable.captures)
 
     @property
     def text(self) -> str:
@@ -299,7 +307,11 @@ class HopperKernels:
     def choices(self, direction: Direction) -> list[Shape]:
         """The shapes that tuning tries: the ladder's, and for a backward also the other order of dp and p."""
         rungs = self.ladder(direction)
-        late = [replace(shape, late=not shape.late) for shape in rungs if isinstance(shape, BackwardShape)]
+        late = [
+            replace(shape, late=not shape.late)
+            for shape in rungs
+            if isinstance(shape, BackwardShape) and shape.late is not None
+        ]
         return list(dict.fromkeys([*rungs, *late]))
 
 
@@ -320,8 +332,9 @@ def text(
     the sums in `column` and `added`.
     """
     own = CaptureTexts(column=captures.column, added=captures.added)
+    late = spec.backward and delayed(spec, score, captures)
     return render.render(
         spec, score, mask, grad, own, template="hopper_module.jinja", target="hopper",
-        narrow=narrow(spec), wide=wide(spec), k_held=holds_keys(spec), sum_row=sum_row(spec.head_tile),
+        narrow=narrow(spec), wide=wide(spec) and not late, delayed=late, sum_row=sum_row(spec.head_tile),
         room=ROOM.get(spec.v_dtype), stepped=stepped(spec),
     )  # fmt: skip

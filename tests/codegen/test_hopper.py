@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmod import mods
 from flexmod.codegen.compiler import lower
 from flexmod.codegen.hopper import hopper_kernels, ladder, spec_obstacle, text
-from flexmod.codegen.kernels import ModText
+from flexmod.codegen.kernels import CaptureTexts, ModText
 from flexmod.codegen.ladder import ENDS_SOON
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.term_text import write_exponent
@@ -270,8 +270,13 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("backward", 64, mask=DOCUMENT) == "128x128 (in step, own operand, late)"
     assert first("backward", 64, ALIBI) == "128x128 (in step, own operand, late)"
     assert first("backward", 256) == first("backward", 192, SOFTCAP) == "64x64 (ahead)"
-    keys_held = replace(spec(dim=192), value_dim=128)
-    assert str(ladder(keys_held, "backward", None, None)[0]) == "64x64 (ahead, late)"
+    narrow_values = replace(spec(dim=192), value_dim=128)
+    for score in (None, SOFTCAP):
+        assert [str(x) for x in ladder(narrow_values, "backward", score, None)] == ["64x128 (dQ a step late)"]
+    summed = CaptureTexts(column=SOFTCAP_GRAD)
+    assert str(ladder(narrow_values, "backward", None, None, summed)[0]) == "64x64 (ahead)"
+    halves = replace(narrow_values, mask_block=(128, 64))
+    assert str(ladder(halves, "backward", None, CAUSAL)[0]) == "64x64 (ahead)"
 
 
 # The text

@@ -16,7 +16,7 @@ from tiers import long_but
 from flexmod.codegen.hopper import BackwardShape
 
 from . import test_hopper_in_python as forwards
-from .hopper_backward_calls import Call, Case, faults
+from .hopper_backward_calls import DELAYED, Call, Case, faults
 
 Run = Callable[[Callable[[str], str]], bool]
 """Runs a call with its text changed: did it end with the right results?"""
@@ -28,7 +28,7 @@ PRODUCTS = re.compile(r"warpgroup_mma_wait\((.+?), deps")
 
 def broken(text: str) -> Iterator[tuple[str, str]]:
     """What is done to a line, and the text of it: without the line, or with a wait for something else."""
-    partitions = text.index("@gluon.jit\ndef ", text.index("def place_"))
+    partitions = text.index("@gluon.jit\ndef produce")
     # there the barriers are made, which is no matter of this test
     end = text.index("_kernel(", partitions)
     for line in re.finditer(r".*\n", text[:end]):
@@ -100,15 +100,21 @@ def test_backward_whose_consumers_have_keys_of_their_own(dim: int, needless: str
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dims", long_but({(192, 64)}, [(192, 64), (256, 64)]))
+@pytest.mark.parametrize("dims", long_but({(192, 136)}, [(192, 136), (256, 64)]))
 def test_backward_whose_consumers_share_keys(dims: tuple[int, int]) -> None:
+    products = 1 + (dims[1] > 128)  # of dp
     ways = (BackwardShape(64, ahead, None, late=not ahead, block_n=64) for ahead in (True, False))
     assert endured(*(backward(way, dims, 65) for way in ways)) == [
         # keeps the assembler's order
-        "one product less: score = warpgroup_mma_wait(1, deps=(score,))",
+        f"one product less: score = warpgroup_mma_wait({products}, deps=(score,))",
         # of its last step a consumer reads only those keys whose place it takes itself
         "without mbarrier.wait(done, 0)",
     ]
+
+
+@pytest.mark.long
+def test_backward_whose_consumers_take_grad_q_a_step_late() -> None:
+    assert endured(backward(DELAYED, (192, 64), 129), backward(DELAYED, (192, 64), 65)) == []
 
 
 @pytest.mark.parametrize("case", long_but({(64, "")}, [(64, ""), (256, ""), (64, "pairs")]), ids=str)

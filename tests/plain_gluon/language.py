@@ -81,9 +81,10 @@ def wait(barrier: Barrier, phase: int, pred: Any = True) -> None:
     here.actor.hear(barrier.read_message)
 
 
-def arrive(barrier: Barrier, count: int = 1, expected: int = 0) -> None:
-    here.program.tasks.pause()
-    barrier.arrive(here.actor, count, expected)
+def arrive(barrier: Barrier, count: int = 1, expected: int = 0, pred: Any = True) -> None:
+    if pred:
+        here.program.tasks.pause()
+        barrier.arrive(here.actor, count, expected)
 
 
 def multiply(a: Any, b: Any, c: Any, use_acc: bool = True, is_async: bool = False) -> Any:
@@ -208,7 +209,7 @@ def names(programs: int) -> dict[str, Any]:
     return {
         "gl": language(programs), "gluon": SimpleNamespace(jit=jit), "mbarrier": MBARRIER,
         "fence_async_shared": lambda: here.actor.fence(),
-        "warpgroup_mma": multiply,
+        "warpgroup_mma": multiply, "warpgroup_mma_init": lambda of: of,
         "warpgroup_mma_wait": lambda pending, deps: products.wait(here.actor, pending, deps),
         "load_tile": load_tile, "stores_read": stores_read, "opaque": lambda number: number,
         "tile_read": lambda: here.actor.fence(),

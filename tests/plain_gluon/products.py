@@ -72,17 +72,12 @@ def multiply(actor: Actor, a: Any, b: Shared, c: Any, use_acc: bool, is_async: b
 
 
 def wait(actor: Actor, pending: int, deps: Any = ()) -> Any:
-    """Until no more than so many products are under way. The result that `deps` names, which may be there; or
-    several sums, which have been there."""
+    """Until no more than so many products are under way. The results that `deps` names."""
     while len(actor.products) > pending:
         actor.products.pop(0).end()
-    if len(deps) > 1:
-        assert all(isinstance(each, Tile) for each in deps)
-        return tuple(deps)
+    results = []
     for product in deps:
-        if isinstance(product, Tile):
-            return product
-        if product.pending:
+        if not isinstance(product, Tile) and product.pending:
             raise Race(f"a product that is still under way: {product.line}, {source_line()}")
-        return tile(product.result, product)
-    return None
+        results.append(product if isinstance(product, Tile) else tile(product.result, product))
+    return results[0] if len(results) == 1 else tuple(results)

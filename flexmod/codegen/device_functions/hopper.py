@@ -2,7 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from flexmod.runtime.gluon import add_tile, stores_read
 
@@ -187,6 +192,32 @@ def add_diagonals(term, distance, SUMS, line, M, N):
 
 
 @gluon.jit
+def place_keys(mask, BLOCK: gl.constexpr, SECTION: gl.constexpr, sizes, BLOCK_N: gl.constexpr):
+    """Batch entry and head of keys, and first key, of this program.
+
+    BLOCK: the keys in a block of `mask`, which is one of runs; 0 for another mask, or none. SECTION: how many
+    heads run side by side; 0 if all tiles take equally long. A head of all batch entries runs together: they
+    share captured tensors, and the sums of their gradients.
+    """
+    scale, B, KV_B, HQ, HKV, M, N, PITCH = sizes
+    program = gl.program_id(0)
+    tiles = (N + BLOCK_N - 1) // BLOCK_N
+    if BLOCK > 0:
+        tiles = count_tiles(mask, N, BLOCK_N, BLOCK)
+    if SECTION == 0:
+        number = program // tiles
+        start_n = program % tiles * BLOCK_N
+    else:
+        # The first keys first, which under a causal mask most queries read, or in the mask's order.
+        number, place = in_sections(program, tiles, KV_B, HKV, SECTION)
+        start_n = place * BLOCK_N
+    batch, head = number % KV_B, number // KV_B
+    if BLOCK > 0:
+        start_n = nth_tile(place, start_n, mask, batch, head * (HQ // HKV), BLOCK_N, BLOCK)
+    return batch, head, start_n
+
+
+@gluon.jit
 def as_held(tile, ROW: gl.constexpr):
     """[64, columns] as rows of ROW numbers, in the order of four warps' registers.
 
@@ -204,3 +235,14 @@ def add_to_sum(SUM_GRAD_Q, block, first: gl.constexpr, grad_q, own_grad_q, ROW: 
     own_grad_q.reshape([64 // ROW * grad_q.shape[1], ROW]).store(as_held(grad_q, ROW))
     fence_async_shared()
     add_tile(SUM_GRAD_Q, [block, 64 // ROW * first, 0], own_grad_q)
+
+
+@gluon.jit
+def add_part(
+    SUM_GRAD_Q, block, first: gl.constexpr, all_grad, all_k, nothing, own_grad_q, ROW: gl.constexpr
+):
+    """Adds the product of gradients [keys, 64] with as many columns of keys as `nothing` has, zeros."""
+    some_k = all_k.slice(first, nothing.shape[1], 1)
+    grad_q = warpgroup_mma(all_grad.permute((1, 0)), some_k, nothing, use_acc=False, is_async=True)
+    grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
+    add_to_sum(SUM_GRAD_Q, block, first, grad_q, own_grad_q, ROW)
