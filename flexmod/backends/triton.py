@@ -37,15 +37,11 @@ from flexmod.codegen.spec import (
     FLOAT8,
     LARGE,
     Decoding,
-    Direction,
     KernelName,
     KernelSpec,
-    option,
     statistics_rows,
-    template,
 )
 from flexmod.ir.derivative import Along
-from flexmod.ir.ops import HALF
 from flexmod.runtime.plan import Extent, Place, PlanWriter, contiguous
 
 # What `statistics_kernel` reads and writes besides DELTA, for kernels that weigh by the lse.
@@ -71,7 +67,7 @@ def kernel_spec(
 ) -> KernelSpec:
     """Returns the KernelSpec of a call; `few`: see `decoding.decoding`."""
     mask, out_dtype = problem.mask, problem.out_dtype
-    return KernelSpec(
+    spec = KernelSpec(
         q_dtype=q.dtype,
         k_dtype=k.dtype,
         v_dtype=v.dtype,
@@ -86,22 +82,10 @@ def kernel_spec(
         backward=backward,
         out_dtype=None if out_dtype is q.dtype else out_dtype,
         value_scale=problem.value_scale is not None,
-        short=_short(q, k, v, problem, "backward" if backward else "forward"),
         decoding=few,
     )
-
-
-def _short(q: Tensor, k: Tensor, v: Tensor, problem: Problem, direction: Direction) -> int:
-    """Returns the length up to which a call counts as short, or 0 if it does not, see `codegen/ladder.py`.
-
-    A call in another dtype than a half type, or with kernel option TEMPLATE or tuned, is not short.
-    """
-    options = dict(problem.options)
-    asked = template(options, direction) != "auto" or option(options, direction, "tuned", False)
-    if asked or q.dtype not in HALF:
-        return 0
-    longest, widest = max(q.shape[2], k.shape[2]), max(q.shape[3], v.shape[3])
-    return short_length(longest, widest, direction, problem.mask is not None)
+    longest = max(q.shape[2], k.shape[2])
+    return replace(spec, short=short_length(spec, longest, dict(problem.options)))
 
 
 @lru_cache(cache.KEPT)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexmod.codegen.spec import SMALLEST_TILE, Direction, KernelName, KernelSpec, Tile, option
+from flexmod.codegen.spec import SMALLEST_TILE, KernelName, KernelSpec, Tile, option, template
 from flexmod.errors import BlockSizeError, OptionValueError
+from flexmod.ir.ops import HALF
 
 # Rows are (BLOCK_M, BLOCK_N, warps, stages) by the padded head dimension, the wider of q's and v's. A list
 # begins with the fastest tile and continues with tiles for less shared memory: 99 KB on small cards, 64 KB on
@@ -210,9 +211,18 @@ def ladder(
     return tuple(dict.fromkeys(tiles))
 
 
-def short_length(longest: int, widest: int, direction: Direction, masked: bool) -> int:
-    """Returns up to how many positions a call of `longest` counts as short; 0 if it does not."""
-    kernel, other = "forward" if direction == "forward" else "dkdv", "no mask" if masked else "mask"
+def short_length(spec: KernelSpec, longest: int, options: Mapping[str, Any]) -> int:
+    """Returns up to how many positions a call counts as short; 0 if it does not.
+
+    The direction is the spec's. `longest`: the larger of the numbers of queries and keys. A call in another
+    dtype than a half type, or with kernel option TEMPLATE or tuned, is not short.
+    """
+    direction, masked = spec.direction, spec.mask_block is not None
+    asked = template(options, direction) != "auto" or option(options, direction, "tuned", False)
+    if asked or spec.q_dtype not in HALF:
+        return 0
+    widest = max(spec.head_dim, spec.value_dim)
+    kernel, other = "dkdv" if spec.backward else "forward", "no mask" if masked else "mask"
     rows = [row for row in SHORT if row.kernel == kernel and other not in row.of]
     ends_soon = masked and kernel == "forward" and widest <= 64 and longest <= ENDS_SOON
     positions = (row.positions for row in rows if longest <= row.positions and widest <= row.widest)

@@ -58,13 +58,12 @@ class Variant:
 
         Raises ArgumentTypeError if the length is no size.
         """
-        spec = self.spec
         if length is not None and not _is_size(length):
             raise ArgumentTypeError(name="length", given=shown(length), advice="give a whole number above 0")
-        if length is None or spec.q_dtype not in HALF:
+        if length is None:
             return self
-        widest, masked = max(spec.head_dim, spec.value_dim), spec.mask_block is not None
-        return replace(self, spec=replace(spec, short=short_length(length, widest, direction, masked)))
+        short = short_length(self.spec_of(direction), length, dict(self.options))
+        return replace(self, spec=replace(self.spec, short=short))
 
     def kernels(
         self,

@@ -6,7 +6,7 @@ All memory that the backend allocates is full of NaN first, so that an element l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import planned
@@ -35,6 +35,7 @@ from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
 from flexmod.codegen.ladder import ENDS_SOON, short_length
 from flexmod.codegen.render import render
+from flexmod.codegen.variant import variant
 from flexmod.errors import BlockMaskPartsError
 from flexmod.runtime.plan import PlanWriter
 
@@ -367,6 +368,9 @@ def test_which_calls_are_short(
     problem = Problem(None, None, None, 1.0, options=tuple(options.items()))
     found = [triton.kernel_spec(q, kv, kv, problem, backward=way).short for way in (False, True)]
     assert found == [forward, backward]
+    ahead = replace(variant(head_dim=dim, dtype=dtype), options=problem.options)
+    for way, short in (("forward", forward), ("backward", backward)):
+        assert ahead.of_length(max(lengths), way).spec.short == short
 
 
 def test_masked_calls_of_more_than_64_queries_have_a_hopper_forward() -> None:
@@ -375,9 +379,9 @@ def test_masked_calls_of_more_than_64_queries_have_a_hopper_forward() -> None:
     specs = [case.kernels(way).spec for way in (False, True)]
     assert [spec.short for spec in specs] == [ENDS_SOON, 128]
     for length, short in ((1024, ENDS_SOON), (1025, 0)):
-        assert short_length(length, 64, "forward", masked=True) == short
-        assert short_length(length, 65, "forward", masked=True) == 0
-        assert short_length(length, 64, "forward", masked=False) == 0
+        assert short_length(specs[0], length, {}) == short
+        assert short_length(replace(specs[0], value_dim=65), length, {}) == 0
+        assert short_length(replace(specs[0], mask_block=None), length, {}) == 0
 
 
 def after_the_last(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
