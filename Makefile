@@ -26,7 +26,7 @@ demo: $(VENV)/ready
 test: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest -n 2 --dist worksteal -m "not long and not every"
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not long and not every and not alone"
 
 test-all: test
 	$(MAKE) long ends package

@@ -18,7 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch: the threads of all work
 import forked
 import torch
 from _pytest.runner import runtestprotocol
-from tiers import mark_long
+from tiers import mark_long, refuse_alone
 
 from flexmod.calls import prepared
 from flexmod.runtime import config as switches
@@ -46,9 +46,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Before `-m` chooses: which tests run here, and which cases are long.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Before `-m` chooses: which tests run here, and which cases are long. After it: may workers run them?
 
     4,000 skipped tests would each be set up and reported to xdist.
     """
@@ -57,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     mark_long(items)
+    yield
+    refuse_alone(config, items)
 
 
 @pytest.hookimpl(tryfirst=True)

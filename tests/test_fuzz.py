@@ -85,6 +85,7 @@ def test_what_hypothesis_draws(backend: str, examples: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kinds", [["plain"], NEW_KINDS], ids=["plain", "others"])
 @pytest.mark.parametrize("backend", ON_GPU)

@@ -1,11 +1,18 @@
-"""The cases that `make test` runs have all values, or pairs of values, of a test's parameters."""
+"""The cases that `make test` runs have all values, or pairs of values, of a test's parameters.
+
+Tests that need the machine for themselves do not run in workers of pytest-xdist.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
-from tiers import covering
+from tiers import ALONE, covering
 
 SIZES = (4, 3, 2, 2)
 
@@ -38,3 +45,45 @@ def test_a_larger_set_has_the_smaller_one() -> None:
     pairs = covering(cases, 2)
     triples = covering(cases, 3, pairs)
     assert len(pairs) == 12 and pairs < triples and len(triples) == 36
+
+
+POOLS = """
+import pytest
+
+@pytest.mark.alone
+@pytest.mark.parametrize("case", range(20))
+def test_in_processes(case):
+    pass
+
+def test_other():
+    pass
+"""
+HOOK = """
+import pytest
+import tiers
+
+pytest_collection_modifyitems = pytest.hookimpl(trylast=True)(tiers.refuse_alone)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ends"),
+    [
+        (["-n2"], "1 error"),
+        (["-n2", "--dist=worksteal"], "1 error"),
+        (["-n2", "-m", "not alone"], "1 passed"),
+        (["-n0"], "21 passed"),
+    ],
+)
+def test_workers_refuse_tests_that_run_alone(arguments: list[str], ends: str, tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone")
+    (tmp_path / "test_pools.py").write_text(POOLS)
+    (tmp_path / "conftest.py").write_text(HOOK)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, capture_output=True,
+        text=True, timeout=100,
+    )  # fmt: skip
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(ends + " in "), done.stdout
+    assert (f"\n{ALONE.format(count=20)}\n" in done.stdout) == (ends == "1 error") == (done.returncode == 1)

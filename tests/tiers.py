@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs, and which of the others `make test-all`."""
+"""Which cases of a test `make test` runs, which of the others `make test-all`, and which no pytest-xdist."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+
+ALONE = (
+    "{count} of the selected tests are marked `alone`: they start processes of their own, or fill the GPU. "
+    "Run them without -n, or leave them out with `-m \"not alone\"`."
+)
 
 
 def mark_long(items: Sequence[pytest.Item]) -> None:
@@ -30,6 +35,15 @@ def mark_long(items: Sequence[pytest.Item]) -> None:
         for number, item in enumerate(group):
             if number not in short:
                 item.add_marker(pytest.mark.long if number in longer else pytest.mark.every)
+
+
+def refuse_alone(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a worker of pytest-xdist that has tests marked `alone`: no test runs, and one error says why."""
+    alone = [item for item in items if item.get_closest_marker("alone")]
+    if alone and hasattr(config, "workerinput"):
+        items.clear()
+        path, why = alone[0].location[0], ALONE.format(count=len(alone))
+        config.hook.pytest_collectreport(report=pytest.CollectReport(path, "failed", why, []))
 
 
 def covering(cases: Sequence[dict[str, int]], strength: int, kept: Set[int] = frozenset()) -> set[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from gpu.accuracy import CASES, Case, Error
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

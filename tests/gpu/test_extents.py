@@ -11,7 +11,7 @@ from torch import Tensor
 import flexmod
 from flexmod import masks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300, method="thread")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300, method="thread")]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 1 << 30

@@ -42,6 +42,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @ON_HOPPER
+@pytest.mark.alone
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_error(case: HopperCase, outcomes: dict[str, Any]) -> None:
     assert outcomes[str(case)] == []

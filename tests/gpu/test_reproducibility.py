@@ -13,7 +13,7 @@ from tabulate import tabulate
 from benchmarks import workers
 from benchmarks.reproducibility import HEADER, MASKS, SCORES, Case, measure, row
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600, method="thread")]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(600, method="thread")]
 
 RUNS = 100
 CASES = [Case(name, dtype, RUNS, "cuda") for dtype in ("bfloat16", "float32") for name in (*MASKS, *SCORES)]
