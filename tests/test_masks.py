@@ -400,6 +400,7 @@ ONE_PACKING = "given by one of ids, lengths and cu_seqlens"
 TWO = "a tuple of 2 positive integers"
 KERNEL_RULE = "odd on axes that are not causal, and times the dilation at most the extent, (5, 5)"
 EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
+FROM_0 = "ascending from 0 to at most 1073741824"
 
 
 @pytest.mark.parametrize(
@@ -473,8 +474,9 @@ EXTENT_RULE = "a tuple of 1, 2 or 3 positive integers"
         (
             lambda: masks.document(cu_seqlens=torch.tensor([[0, 2, 5], [0, 3, 2]])),
             "document: cu_seqlens is 2 at index 1, 2",
-            "ascending from 0",
+            FROM_0,
         ),
+        (lambda: masks.jagged(torch.tensor([0, 2**62])), f"jagged: offsets is {2**62} at index 1", FROM_0),
         (
             lambda: masks.document(lengths=torch.tensor([3, 5]), total=7),
             "document: the running total of lengths is 8 at index 2",
@@ -545,6 +547,74 @@ def test_refusals(call, facts, rule):
     with pytest.raises(errors.LibraryArgumentError) as caught:
         call()
     assert str(caught.value).startswith(f"{facts}; it must be {rule}.\n  Instead: ")
+
+
+STARTS = torch.tensor([0, 3, 8])
+LENGTH_RULE, TOTAL_RULE = "an integer from 1 to 1073741824", "an integer from 0 to 1073741824"
+AT_MOST = " with a product of at most 1073741824"
+
+
+@pytest.mark.parametrize("size", [2**31, 2**40, 2**63 - 1, 2**63, 2**70])
+@pytest.mark.parametrize(
+    ("make", "facts", "rule"),
+    [
+        (lambda n: masks.document(lengths=LENGTHS, total=n), "document: total is {}", LENGTH_RULE),
+        (lambda n: masks.jagged(STARTS, total=n), "jagged: total is {}", TOTAL_RULE),
+        (lambda n: masks.jagged(STARTS, kv_total=n), "jagged: kv_total is {}", TOTAL_RULE),
+        (lambda n: masks.block_diffusion(n, 4), "block_diffusion: length is {}", LENGTH_RULE),
+        (lambda n: masks.standalone_window(n, 4, 2), "standalone_window: height is {}", LENGTH_RULE),
+        (
+            lambda n: masks.standalone_window(4, n, 2),
+            "standalone_window: width is {}",
+            "an integer from 1 to 268435456",
+        ),
+        (lambda n: masks.natten((n,), 3), "natten: extent is ({},)", EXTENT_RULE + AT_MOST),
+        (lambda n: masks.tile_order((4, n), (2, 2)), "tile_order: extent is (4, {})", EXTENT_RULE + AT_MOST),
+        (lambda n: masks.morton_order((n, n)), "morton_order: extent is ({0}, {0})", EXTENT_RULE + AT_MOST),
+        (lambda n: mods.alibi_slopes(n), "alibi_slopes: heads is {}", LENGTH_RULE),
+        (lambda n: mods.sandwich(8, n), "sandwich: length is {}", LENGTH_RULE),
+        (lambda n: mods.sandwich(8, 16, n), "sandwich: dim is {}", "an even integer from 2 to 1073741824"),
+        (
+            lambda n: mods.t5_bias(torch.zeros(8, 2), max_distance=n),
+            "t5_bias: max_distance is {}",
+            LENGTH_RULE,
+        ),
+    ],
+)
+def test_sizes_beyond_all_lengths(size, make, facts, rule):
+    test_refusals(lambda: make(size), facts.format(size), rule)
+
+
+REACHES = {
+    "prefix_lm": (masks.prefix_lm, "prefix", 0),
+    "sliding_window": (masks.sliding_window, "window", 1),
+    "dilated_window": (lambda n: masks.dilated_window(n, 3), "window", 1),
+    "dilated_window by dilation": (lambda n: masks.dilated_window(3, n), "dilation", 1),
+    "global_window": (lambda n: masks.global_window(n, 2), "window", 1),
+    "global_window by tokens": (lambda n: masks.global_window(2, n), "tokens", 0),
+    "block_diffusion": (lambda n: masks.block_diffusion(8, n), "block", 1),
+    "shared_prefix": (lambda n: masks.shared_prefix(n, torch.arange(16) // 5), "prefix", 0),
+    "standalone_window": (lambda n: masks.standalone_window(4, 4, n), "window", 1),
+}
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_a_reach_beyond_all_positions(name):
+    """The largest integer of 64 bits reaches as far as the mask; a larger one is refused."""
+    make, argument, least = REACHES[name]
+    expected = create_mask(make(16), None, None, 16, 16, "cpu")
+    assert torch.equal(create_mask(make(2**63 - 1), None, None, 16, 16, "cpu"), expected)
+    facts = f"{name.split()[0]}: {argument} is {2**63}"
+    test_refusals(lambda: make(2**63), facts, f"an integer from {least} to 9223372036854775807")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+def test_starts_in_a_small_dtype(dtype):
+    """A total that the dtype does not hold."""
+    starts, total = torch.tensor([0, 5, 100], dtype=dtype), 40_000
+    mask = create_block_mask(masks.jagged(starts, total=total), None, None, total, total, "cpu")
+    same = create_block_mask(masks.jagged(starts.long(), total=total), None, None, total, total, "cpu")
+    assert torch.equal(mask.to_dense(), same.to_dense())
 
 
 @pytest.mark.parametrize("packing", [{"lengths": LENGTHS[0, :0]}, {"cu_seqlens": torch.tensor([0])}])

@@ -269,6 +269,7 @@ def test_numbers_of_numpy_count_as_numbers(name, number):
 
 
 ALIBI_RULE = "the number of heads, or a floating-point tensor of shape [H]"
+EVEN_RULE = "an even integer from 2 to 1073741824"
 REAL = "a floating-point tensor of shape "
 EVEN, ROPE = torch.zeros(2, 4), torch.zeros(1, 1, 5, 2)
 
@@ -308,8 +309,8 @@ EVEN, ROPE = torch.zeros(2, 4), torch.zeros(1, 1, 5, 2)
             "of 2 buckets or more for each direction, half of them fewer than max_distance",
         ),
         (lambda: mods.sandwich(8, 0), "sandwich: length is 0", "an integer of 1 or more"),
-        (lambda: mods.sandwich(8, 4, 7), "sandwich: dim is 7", "a positive even integer"),
-        (lambda: mods.sandwich(8, 4, "16"), "sandwich: dim is '16'", "a positive even integer"),
+        (lambda: mods.sandwich(8, 4, 7), "sandwich: dim is 7", EVEN_RULE),
+        (lambda: mods.sandwich(8, 4, "16"), "sandwich: dim is '16'", EVEN_RULE),
         (
             lambda: mods.graphormer_spatial(LENGTHS, LENGTHS),
             "graphormer_spatial: distances is torch.float64 [5, 3]",

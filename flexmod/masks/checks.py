@@ -16,10 +16,12 @@ from flexmod.block_mask.parts import device_of
 from flexmod.errors import LibraryArgumentError
 from flexmod.errors.base import a_type, counted, shown
 from flexmod.ir.graph import as_int
+from flexmod.ir.offsets import LARGEST
 from flexmod.ir.proxy import TracedValue, plain_number
 from flexmod.runtime import config, tensor_kinds
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
+INT64 = 2**63 - 1
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
@@ -32,19 +34,32 @@ def whole(value: object) -> int | None:
 
 
 def check_number(
-    function: str, name: str, value: Any, least: int, advice: str = "count it in positions"
+    function: str,
+    name: str,
+    value: Any,
+    least: int,
+    advice: str = "count it in positions",
+    most: int = INT64,
 ) -> int:
-    """Returns `value` as an int if it is an integer of `least` or more."""
+    """Returns `value` as an int if it is an integer from `least` to `most`."""
     number = whole(value)
-    if number is not None and number >= least:
-        return number
     rule = f"an integer of {least} or more"
+    if number is not None and number >= least:
+        if not _exceeds(number, most):
+            return number
+        rule = f"an integer from {least} to {most}"
     raise LibraryArgumentError(function=function, name=name, value=shown(value), rule=rule, advice=advice)
+
+
+def _exceeds(number: int, most: int) -> bool:
+    return type(number) is int and number > most  # no guard of a symbolic number
 
 
 def check_heads(function: str, value: Any) -> int:
     """Returns a number of query heads as an int."""
-    return check_number(function, "heads", value, 1, "give the number of query heads, query.shape[1]")
+    return check_number(
+        function, "heads", value, 1, "give the number of query heads, query.shape[1]", LARGEST
+    )
 
 
 def checked_device(device: Any) -> torch.device | None:
@@ -115,16 +130,16 @@ def check_starts(
         return
     if starts.device.type != "cpu" and not config.check_bounds():
         return
-    values = torch.nn.functional.pad(starts.long(), (1, 0))
-    wrong = values.diff() < 0
-    wrong[..., 0] = starts[..., 0] != 0
-    if total is not None:
-        wrong |= starts > total
+    values = starts.long()  # a smaller dtype would wrap the total
+    wrong = torch.nn.functional.pad(values, (1, 0)).diff() < 0
+    wrong[..., 0] = values[..., 0] != 0
+    wrong |= values > (LARGEST if total is None else total)
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
+        end = str(LARGEST) if total is None else f"{total}, the total length"
         raise LibraryArgumentError(
             function=function, name=name, value=f"{int(starts[tuple(place)])} at index {str(place)[1:-1]}",
-            rule="ascending from 0" + ("" if total is None else f" to at most {total}, the total length"),
+            rule=f"ascending from 0 to at most {end}",
             advice="give the running total of the sequences' lengths, with a 0 before it",
         )  # fmt: skip
 
@@ -138,16 +153,18 @@ def check_counts(function: str, name: str, value: Any, shape: str, least: int = 
 
 def check_extents(function: str, name: str, value: Any, axes: int | None = None) -> tuple[int, ...]:
     """Returns a tuple with one positive integer for each axis, of 1, 2 or 3 axes if their number is None."""
+    rule = f"a tuple of {axes or '1, 2 or 3'} positive integers"
     sizes = [n for n in map(whole, value) if n is not None and n > 0] if isinstance(value, tuple) else []
     if sizes and len(sizes) == len(value) and len(sizes) in ((1, 2, 3) if axes is None else (axes,)):
-        return tuple(sizes)
+        if not _exceeds(math.prod(sizes), LARGEST):
+            return tuple(sizes)
+        rule += f" with a product of at most {LARGEST}"
     advice = "give one number for each axis, the slowest first"
     if axes is None:
         advice = "write (length,), (height, width) or (frames, height, width)"
     raise LibraryArgumentError(
-        function=function, name=name, value=shown(value),
-        rule=f"a tuple of {axes or '1, 2 or 3'} positive integers", advice=advice,
-    )  # fmt: skip
+        function=function, name=name, value=shown(value), rule=rule, advice=advice
+    )
 
 
 def check_tiles(function: str, extent: Any, tile: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -67,8 +67,8 @@ def standalone_window(height: int, width: int, window: int) -> Mask:
         .......###..###
         ........##...##
     """
-    height = check_number("standalone_window", "height", height, least=1)
-    width = check_number("standalone_window", "width", width, least=1)
+    height = check_number("standalone_window", "height", height, least=1, most=LARGEST)
+    width = check_number("standalone_window", "width", width, least=1, most=LARGEST // height)
     window = check_number("standalone_window", "window", window, least=1)
 
     @Mask

@@ -12,6 +12,7 @@ from flexmod.errors import ArgumentTypeError, LibraryArgumentError
 from flexmod.errors.base import shown
 from flexmod.ir.composed import Mask
 from flexmod.ir.graph import as_bool, as_position, expect_size, look_up
+from flexmod.ir.offsets import LARGEST
 from flexmod.ir.source import check_arity
 from flexmod.masks.checks import MaskMod, check_number, check_packing, check_starts, check_tensor
 
@@ -105,7 +106,7 @@ def _document_ids(
     if ids is not None:
         return ids
     if total is not None:
-        total = check_number("document", "total", total, least=1)
+        total = check_number("document", "total", total, least=1, most=LARGEST)
     name, starts = "cu_seqlens", value
     if lengths is not None:
         name, starts = "the running total of lengths", torch.nn.functional.pad(value.cumsum(-1), (1, 0))
@@ -341,7 +342,7 @@ def sequences(
     """
     totals = {"total": total, "kv_total": kv_total}
     total, kv_total = (
-        number if number is None else check_number("jagged", name, number, least=0)
+        number if number is None else check_number("jagged", name, number, least=0, most=LARGEST)
         for name, number in totals.items()
     )
     check_packing("jagged", {"offsets": offsets, "kv_offsets": kv_offsets}, total, kv_total)

@@ -9,7 +9,8 @@ from torch import Tensor
 from flexmod.errors import ArgumentTypeError, LibraryArgumentError
 from flexmod.ir.composed import Mask, and_masks, or_masks
 from flexmod.ir.graph import expect_size, look_up
-from flexmod.masks.checks import MaskMod, check_counts, check_number, check_tensor
+from flexmod.ir.offsets import LARGEST
+from flexmod.masks.checks import INT64, MaskMod, check_counts, check_number, check_tensor
 
 
 def causal() -> Mask:
@@ -156,7 +157,7 @@ def block_diffusion(length: int, block: int) -> Mask:
         ......######
         ......######
     """
-    length = check_number("block_diffusion", "length", length, least=1)
+    length = check_number("block_diffusion", "length", length, least=1, most=LARGEST)
     block = check_number("block_diffusion", "block", block, least=1)
 
     @Mask
@@ -258,7 +259,7 @@ def dilated_window(window: int, dilation: int, causal: bool = True) -> Mask:
     """
     window = check_number("dilated_window", "window", window, least=1)
     dilation = check_number("dilated_window", "dilation", dilation, least=1)
-    inside = sliding_window(window * dilation, causal)
+    inside = sliding_window(min(window * dilation, INT64), causal)
 
     @Mask
     def dilated_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

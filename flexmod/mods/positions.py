@@ -12,6 +12,7 @@ from flexmod.errors import ArgumentTypeError, LibraryArgumentError
 from flexmod.errors.base import shown
 from flexmod.ir.composed import ScoreMod
 from flexmod.ir.graph import expect_size, look_up
+from flexmod.ir.offsets import LARGEST
 from flexmod.masks.checks import check_float, check_heads, check_number, checked_device, whole
 
 
@@ -222,7 +223,7 @@ def t5_bias(table: Tensor, bidirectional: bool = False, max_distance: int = 128)
            3.00   3.00   3.00   3.00   2.00   2.00   1.00   0.00
     """
     check_float("t5_bias", "table", table, ranks=(2,), shapes="[buckets, H]")
-    max_distance = check_number("t5_bias", "max_distance", max_distance, least=1)
+    max_distance = check_number("t5_bias", "max_distance", max_distance, least=1, most=LARGEST)
     ArgumentTypeError.check_flags(bidirectional=bidirectional)
     count = table.shape[0] // 2 if bidirectional else table.shape[0]
     if count < 2 or (bidirectional and table.shape[0] % 2) or max_distance <= count // 2:
@@ -286,11 +287,11 @@ def sandwich(heads: int, length: int, dim: int = 128, device: torch.device | str
            0.01   0.58   1.54   2.00
     """
     heads = check_heads("sandwich", heads)
-    length = check_number("sandwich", "length", length, least=1)
+    length = check_number("sandwich", "length", length, least=1, most=LARGEST)
     even = whole(dim)
-    if even is None or even < 2 or even % 2:
+    if even is None or not 2 <= even <= LARGEST or even % 2:
         raise LibraryArgumentError(
-            function="sandwich", name="dim", value=shown(dim), rule="a positive even integer",
+            function="sandwich", name="dim", value=shown(dim), rule=f"an even integer from 2 to {LARGEST}",
             advice="give the width of the embeddings, e.g. 128",
         )  # fmt: skip
     dim = even
