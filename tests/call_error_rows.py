@@ -1249,6 +1249,16 @@ OPTION_MISTAKES: list[Row] = [
     ),
     (
         errors.OptionValueError,
+        lambda: options(BLOCK_M=torch.tensor(64)),
+        "kernel option BLOCK_M is tensor(64).\n  Instead: give a power of two, 16 or more.",
+    ),
+    (
+        errors.OptionValueError,
+        lambda: options(BLOCK_M=torch.eye(2)),
+        "kernel option BLOCK_M is a Tensor of shape [2, 2].\n  Instead: give a power of two, 16 or more.",
+    ),
+    (
+        errors.OptionValueError,
         lambda: options(BACKEND="CUDNN"),
         "kernel option BACKEND is 'CUDNN'.\n"
         "  Instead: give one of 'AUTO', 'TRITON', 'TRITON_DECODE', 'INTERPRET', 'REFERENCE'.",

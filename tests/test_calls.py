@@ -19,6 +19,7 @@ import torch
 from reference_case import make_case
 from torch import Tensor
 
+import flexmod
 from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.backends.options import parse
 from flexmod.calls import prepared
@@ -258,6 +259,44 @@ def test_a_member_of_an_enum_names_an_option_also_in_a_compiled_graph() -> None:
 def test_only_a_string_names_an_option(name: str, value: object) -> None:
     with pytest.raises(errors.OptionValueError):
         flex_attention(*inputs(), kernel_options={name: value})
+
+
+NUMBERS = {"BLOCK_M": 64, "num_warps": 4, "num_stages": 2, "kpack": 1, "waves_per_eu": 0}
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, "tuned"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_tensor_is_no_number_of_an_option(name: str, shape: tuple[int, ...]) -> None:
+    """It may change, and a kernel is compiled for the number."""
+    value = torch.tensor(NUMBERS.get(name, True)).reshape(shape)
+    for make in (parse, lambda options: flexmod.compile(kernel_options=options)):
+        with pytest.raises(errors.OptionValueError):
+            make({name: value})
+
+
+def test_an_integer_of_numpy_is_a_number_of_an_option_in_a_compiled_graph() -> None:
+    tensors, size = inputs(), np.int64(32)
+    attend = torch.compile(
+        lambda *tensors: flex_attention(*tensors, kernel_options={"BLOCK_M": size}),
+        backend="aot_eager", fullgraph=True,
+    )  # fmt: skip
+    torch.testing.assert_close(attend(*tensors), flex_attention(*tensors))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_an_integer_of_numpy_is_a_number_of_an_option(name: str) -> None:
+    options = {name: np.int64(NUMBERS[name]), "tuned": np.bool_(False)}
+    assert {name: type(value) for name, value in parse(options).tiles} == {name: int, "tuned": bool}
+    for wrong in (True, np.bool_(True), False):
+        with pytest.raises(errors.OptionValueError):
+            parse({name: wrong})
+
+
+def test_a_tensor_is_no_number_of_an_option_in_a_compiled_graph() -> None:
+    tensors = inputs()
+    compiled = torch.compile(flex_attention, backend="aot_eager")
+    with pytest.raises(errors.OptionValueError, match=r"kernel option BLOCK_M is tensor\(64\)"):
+        compiled(*tensors, kernel_options={"BLOCK_M": torch.tensor(64)})
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 
+from torch import Tensor
+
 from flexmod import errors
 from flexmod.errors.base import is_flag, shown
 from flexmod.ir.graph import as_bool, as_int
@@ -149,7 +151,7 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
         if not option.check(value):
             if bare == "BACKEND" and isinstance(value, str) and value == "FLASH":
                 raise errors.FlashBackendError()
-            raise errors.OptionValueError(name=name, value=value, accepted=option.accepted)
+            raise errors.OptionValueError(name=name, value=shown(value), accepted=option.accepted)
         if option is _FLAG:
             values[name] = as_bool(value)
         if option.names:  # a member of an Enum is a string, but no constant of a compiled graph
@@ -171,11 +173,11 @@ def _close_to(name: str) -> str:
 def _plain(value: Any) -> Any:
     """Python's own int or bool for one of another library or a symbol of torch.compile.
 
-    A kernel is compiled for it.
+    A kernel is compiled for it. A tensor is no number, since its value may change.
     """
     if isinstance(value, bool):
         return as_bool(value)
-    number = as_int(value)
+    number = None if isinstance(value, Tensor) else as_int(value)
     return value if number is None else operator.index(number)
 
 

@@ -11,7 +11,7 @@ class UnknownOption(FlexmodError, ValueError):
 
 
 class OptionValueError(FlexmodError, ValueError):
-    what = "kernel option {name} is {value!r}."
+    what = "kernel option {name} is {value}."
     instead = "give {accepted}."
 
 
