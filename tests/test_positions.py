@@ -772,3 +772,12 @@ def test_reordered_positions_do_not_wrap(dtype: torch.dtype) -> None:
         whole = create_mask(mask_mod, None, HEADS, LENGTH, LENGTH, "cpu")
         found = create_mask(masks.reordered(mask_mod, order), None, HEADS, LENGTH, LENGTH, "cpu")
         assert torch.equal(found, whole[:, :, order.long()][..., order.long()])
+
+
+def test_a_deep_copy_of_a_slice_sees_writes_to_the_copied_offset() -> None:
+    offset = torch.tensor([0, 40], dtype=torch.int32)
+    rows = causal_at(64, offset, batch=2)[:, :, 1:]
+    copied, other = copy.deepcopy((rows, offset))
+    other.copy_(torch.tensor([32, 0]))
+    wanted = causal_at(64, other, batch=2)[:, :, 1:]
+    assert torch.equal(copied.to_dense(), wanted.to_dense())

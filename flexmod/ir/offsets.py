@@ -169,8 +169,11 @@ def _plus(name: str, index: Any, offset: int | Tensor, b: Any, bound: int) -> An
 
 
 def _entries(offset: int | Tensor, b: Sequence[int]) -> int | Tensor:
-    """The offsets of some batch entries; a view if the entries ascend evenly."""
-    if not isinstance(offset, Tensor) or offset.numel() == 1:
+    """The offsets of some batch entries; a view if the entries ascend evenly.
+
+    All entries are the tensor itself: a deep copy of a view counts no writes to a deep copy of the tensor.
+    """
+    if not isinstance(offset, Tensor) or offset.numel() == 1 or b == range(offset.shape[0]):
         return offset
     if isinstance(b, range):
         return offset[b.start : b.stop : b.step]
