@@ -304,6 +304,11 @@ def test_golden_backward(golden: Callable[[str, str], None]) -> None:
     golden(text(shared, SOFTCAP, DOCUMENT, SOFTCAP_GRAD), "hopper_softcap_backward.txt")
 
 
+def test_golden_backward_with_grad_q_a_step_late(golden: Callable[[str, str], None]) -> None:
+    late = replace(spec(dim=192, mask_block=(128, 128), backward=True), value_dim=128)
+    golden(text(late, None, CAUSAL), "hopper_late_backward.txt")
+
+
 DTYPES = ("q_dtype", "k_dtype", "v_dtype")
 FORWARDS = (
     (None, None),
