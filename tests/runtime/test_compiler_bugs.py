@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -309,3 +310,43 @@ def test_rows_of_values(dims: tuple[int, int], dtype: torch.dtype, tile: int) ->
     assert KernelSpec(dtype, dtype, dtype, *dims).value_tile == tile
     if dtype is torch.float32:
         assert KernelSpec(dtype, dtype, dtype, *dims, precision="tf32").value_tile == 32
+
+
+def kept_at_first(source: str) -> list[str]:
+    """The assignments in loops that Triton leaves out, without a word.
+
+    Triton takes a variable for unchanged by a loop if it ends a first walk over the body with the value that
+    it had before. One does so that is another name of a second variable before the loop, and in the loop
+    again, before the second one changes.
+    """
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        names = [
+            (node.lineno, node.targets[0].id, ast.unparse(node.value))
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        ]
+        for loop in ast.walk(function):
+            if not isinstance(loop, ast.For | ast.While):
+                continue
+            before = {name: (line, value) for line, name, value in sorted(names) if line < loop.lineno}
+            inside = [x for x in names if loop.lineno <= x[0] <= (loop.end_lineno or 0)]
+            for line, name, value in inside:
+                changes = [at for at, other, _ in inside if other == value]
+                named, was = before.get(name, (0, ""))
+                same = was == value and before.get(value, (0, ""))[0] < named
+                if name != value and same and changes and min(changes) > line:
+                    found.append(f"{function.name}: {name} = {value}")
+    return found
+
+
+def test_no_text_has_a_variable_that_a_loop_would_lose() -> None:
+    lost = "def f(n):\n  now = g()\n  last = now\n  for i in range(n):\n    last = now\n    now = g()\n"
+    assert kept_at_first(lost) == ["f: last = now"]
+    assert kept_at_first(lost.replace("last = now\n  for", "last = g()\n  for")) == []
+    folders = (ROOT / "tests/golden", "*_*ward*.txt"), (ROOT / "flexmod/codegen/device_functions", "*.py")
+    texts = [path for folder, pattern in folders for path in folder.glob(pattern)]
+    assert len(texts) > 12
+    assert {path.name: kept_at_first(path.read_text()) for path in texts} == {path.name: [] for path in texts}
