@@ -179,6 +179,11 @@ class ModText:
         return self.expensive <= {"program"}
 
     @property
+    def returns_grad(self) -> bool:
+        """Does a derivative return the gradient as it comes? The score_mod's derivative is 1."""
+        return self.text.rstrip().endswith("\n    return grad")
+
+    @property
     def costly_rows(self) -> bool:
         return "row" in self.expensive and bool(self.row)
 

@@ -271,10 +271,14 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("backward", 64, ALIBI) == "128x128 (in step, own operand, late)"
     assert first("backward", 256) == first("backward", 192, SOFTCAP) == "64x64 (ahead)"
     narrow_values = replace(spec(dim=192), value_dim=128)
-    for score in (None, SOFTCAP):
-        assert [str(x) for x in ladder(narrow_values, "backward", score, None)] == ["64x128 (dQ a step late)"]
+    late = ["64x128 (dQ a step late)"]
+    light = replace(SOFTCAP_GRAD, text=SOFTCAP_GRAD.text.replace("tl.exp(", "tanh("))
+    for score, grad in ((None, None), (SOFTCAP, light), (ALIBI, ALIBI_GRAD)):
+        assert [str(x) for x in ladder(narrow_values, "backward", score, None, grad)] == late
     summed = CaptureTexts(column=SOFTCAP_GRAD)
-    assert str(ladder(narrow_values, "backward", None, None, summed)[0]) == "64x64 (ahead)"
+    heavy = SOFTCAP_GRAD, replace(light, column_values=1)
+    for grad, captures in ((None, summed), *((grad, CaptureTexts()) for grad in heavy)):
+        assert str(ladder(narrow_values, "backward", SOFTCAP, None, grad, captures)[0]) == "64x64 (ahead)"
     halves = replace(narrow_values, mask_block=(128, 64))
     assert str(ladder(halves, "backward", None, CAUSAL)[0]) == "64x64 (ahead)"
 
