@@ -104,6 +104,7 @@ class BackwardShape:
 
 Shape = ForwardShape | BackwardShape
 
+
 def _warps(registers: Registers) -> Mapping[str, int]:
     consumer, producer, start = registers
     return {
@@ -345,9 +346,9 @@ def text(
     the sums in `column` and `added`.
     """
     own = CaptureTexts(column=captures.column, added=captures.added)
-    late = spec.backward and delayed(spec, score, grad, captures)
+    is_delayed = spec.backward and delayed(spec, score, grad, captures)
     return render.render(
         spec, score, mask, grad, own, template="hopper_module.jinja", target="hopper",
-        narrow=narrow(spec), wide=wide(spec) and not late, delayed=late, sum_row=sum_row(spec.head_tile),
-        room=ROOM.get(spec.v_dtype), stepped=stepped(spec),
+        narrow=narrow(spec), wide=wide(spec) and not is_delayed, delayed=is_delayed,
+        sum_row=sum_row(spec.head_tile), room=ROOM.get(spec.v_dtype), stepped=stepped(spec),
     )  # fmt: skip
