@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -12,7 +11,6 @@ from typing import Any, ClassVar, get_args
 import torch
 
 from flexmod.codegen import cache, render
-from flexmod.codegen.device_functions import CHIP_FUNCTIONS
 from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
 from flexmod.codegen.ladder import ENDS_SOON
 from flexmod.codegen.spec import FLOAT8, Direction, KernelSpec, Limits
@@ -31,6 +29,7 @@ LIMITS = Limits(passing=32, endured=64, by_code=True, gives_way=True)
 REGISTERS: Mapping[int, Registers] = {1: (232, 24, 128), 2: (240, 24, 168), 3: (160, 32, 128)}
 # log2 of the largest weight, for float8 values: weights in float8 need its whole range
 ROOM = {torch.float8_e4m3fn: 8.0, torch.float8_e5m2: 15.0}
+
 
 @dataclass(frozen=True)
 class ForwardShape:
@@ -161,24 +160,17 @@ def wide(spec: KernelSpec) -> bool:
     return max(spec.head_tile, spec.value_tile) > 128
 
 
-def delayed(
-    spec: KernelSpec, score: ModText | None, grad: ModText | None, captures: CaptureTexts
-) -> bool:
+def delayed(spec: KernelSpec, score: ModText | None, captures: CaptureTexts) -> bool:
     """Do the backward's consumers, with 64 keys each, take dQ a step late?
 
-    Heads of 192 with values of up to 128 leave registers for that and for a light derivative, but not for
-    sums of captures' terms. Tiles of a captured tensor find no shared memory.
+    Heads of 192 with values of up to 128 leave registers for that. Sums of captures' terms must be by column,
+    and take only the finished gradient. Tiles of a captured tensor find no shared memory.
     """
     fits = spec.head_used == 192 and spec.value_tile <= 128 and not (score and score.pair_tile)
     whole = spec.mask_block is None or spec.mask_block[1] % 128 == 0
-    light = grad is None or grad.returns_grad or _is_light(grad)
-    return fits and whole and light and captures.column is None and captures.added is None
-
-
-def _is_light(grad: ModText) -> bool:
-    """Does a derivative have no numbers by column, and call only what the chip has instructions for?"""
-    called = set(re.findall(r"([\w.]+)\(", re.sub(r"(?m)^(#|@|def|\s+#).*", "", grad.text)))
-    return not grad.column_values and called <= set(CHIP_FUNCTIONS["hopper"])
+    summed = captures.column
+    few = summed is None or (summed.keeps_zeros and all(term.along == "column" for term in summed.terms))
+    return fits and whole and few and captures.added is None
 
 
 def sum_block(head_tile: int, block_m: int) -> tuple[int, int, int]:
@@ -204,12 +196,11 @@ def ladder(
     direction: Direction,
     score: ModText | None,
     mask: ModText | None,
-    grad: ModText | None = None,
     captures: CaptureTexts = NO_CAPTURES,
 ) -> tuple[Shape, ...]:
     """The shapes to try, best first. Measured on an H200."""
     if direction == "backward":
-        if delayed(spec, score, grad, captures):
+        if delayed(spec, score, captures):
             return (BackwardShape(64, ahead=None, shared_operand=None, late=None),)
         return _backward_ladder(spec, score, mask)
     kv_block = spec.mask_block[1] if spec.mask_block else 128
@@ -305,7 +296,7 @@ class HopperKernels:
         if kernel not in get_args(Direction):
             return self.portable.ladder(kernel)
         p = self.portable
-        return ladder(self.spec, kernel, self.score, p.mask, p.grad, p.captures)
+        return ladder(self.spec, kernel, self.score, p.mask, p.captures)
 
     @property
     def text(self) -> str:
@@ -346,7 +337,7 @@ def text(
     the sums in `column` and `added`.
     """
     own = CaptureTexts(column=captures.column, added=captures.added)
-    is_delayed = spec.backward and delayed(spec, score, grad, captures)
+    is_delayed = spec.backward and delayed(spec, score, captures)
     return render.render(
         spec, score, mask, grad, own, template="hopper_module.jinja", target="hopper",
         narrow=narrow(spec), wide=wide(spec) and not is_delayed, delayed=is_delayed,

@@ -18,7 +18,7 @@ from torch import Tensor
 from flexmod import mods
 from flexmod.codegen.compiler import lower
 from flexmod.codegen.hopper import hopper_kernels, ladder, spec_obstacle, text
-from flexmod.codegen.kernels import CaptureTexts, ModText
+from flexmod.codegen.kernels import CaptureTexts, ModText, TermText
 from flexmod.codegen.ladder import ENDS_SOON
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.term_text import write_exponent
@@ -272,13 +272,17 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("backward", 256) == first("backward", 192, SOFTCAP) == "64x64 (ahead)"
     narrow_values = replace(spec(dim=192), value_dim=128)
     late = ["64x128 (dQ a step late)"]
-    light = replace(SOFTCAP_GRAD, text=SOFTCAP_GRAD.text.replace("tl.exp(", "tanh("))
-    for score, grad in ((None, None), (SOFTCAP, light), (ALIBI, ALIBI_GRAD)):
-        assert [str(x) for x in ladder(narrow_values, "backward", score, None, grad)] == late
-    summed = CaptureTexts(column=SOFTCAP_GRAD)
-    heavy = SOFTCAP_GRAD, replace(light, column_values=1)
-    for grad, captures in ((None, summed), *((grad, CaptureTexts()) for grad in heavy)):
-        assert str(ladder(narrow_values, "backward", SOFTCAP, None, grad, captures)[0]) == "64x64 (ahead)"
+    terms = {along: (TermText("t", "t", 0, along),) for along in ("column", "diagonal")}
+    by_column = replace(ALIBI_GRAD, terms=terms["column"], keeps_zeros=True)
+    for score, captures in ((None, {}), (SOFTCAP, {}), (ALIBI, {"column": by_column})):
+        assert [str(x) for x in ladder(narrow_values, "backward", score, None, CaptureTexts(**captures))] == late
+    for captures in (
+        {"column": replace(by_column, keeps_zeros=False)},
+        {"column": replace(by_column, terms=(*terms["column"], *terms["diagonal"]))},
+        {"column": by_column, "added": by_column},
+    ):
+        shapes = ladder(narrow_values, "backward", SOFTCAP, None, CaptureTexts(**captures))
+        assert str(shapes[0]) == "64x64 (ahead)"
     halves = replace(narrow_values, mask_block=(128, 64))
     assert str(ladder(halves, "backward", None, CAUSAL)[0]) == "64x64 (ahead)"
 

@@ -49,7 +49,11 @@ CASES = [
     *(Case("documents", "slopes", shape, dims(shape), (260, 130)) for shape in WAYS),
     # products in the order of wider heads
     *(Case("documents", "slopes", s, (128, 64), (260, 130)) for s in WAYS if s.block_m < s.block_n),
-    # dQ a step late: heads that share keys, few steps and none, and what no number comes of past the ends
+    # dQ a step late: sums for captures by column, heads that share keys, few steps and none, and what no number
+    # comes of past the ends
+    Case("documents", "slopes", DELAYED, (192, 64), (260, 130), heads=(2, 1)),
+    Case("window", "bias of keys", DELAYED, (192, 128), (140, 130), batch=(2, 1)),
+    Case("", "gate", DELAYED, (192, 64), (129, 65)),
     Case("holes", "softcap", DELAYED, (192, 64), (260, 130)),
     Case("listed", "alibi", DELAYED, (192, 64), (260, 130)),
     *(Case("", "softcap", DELAYED, (136, 128), lengths) for lengths in ((1, 1), (65, 300), (129, 65))),

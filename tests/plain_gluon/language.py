@@ -156,6 +156,14 @@ def permute(of: Any, order: Sequence[int]) -> Any:
     return tile(plain(of).transpose(order))
 
 
+def split(of: Any) -> tuple[Any, Any]:
+    return tile(plain(of)[..., 0]), tile(plain(of)[..., 1])
+
+
+def join(first: Any, second: Any) -> Any:
+    return tile(np.stack([plain(first), plain(second)], -1))
+
+
 def gather(of: Any, places: Any, axis: int) -> Any:
     return tile(np.take_along_axis(plain(of), plain(places), axis))
 
@@ -192,6 +200,7 @@ def language(programs: int) -> SimpleNamespace:
         constexpr=lambda x: x, static_range=range, to_tensor=lambda x: x,
         program_id=lambda axis: here.program.number, num_programs=lambda axis: programs,
         where=where, load=load, store=store, atomic_add=atomic_add, full=full, gather=gather, permute=permute,
+        split=split, join=join,
         minimum=elementwise(np.fmin), fma=elementwise(fused),
         max=reduced("max"), sum=reduced("sum"), cast=lambda x, dtype: x, convert_layout=lambda x, layout: x,
         arange=lambda start, stop, layout=None: tile(np.arange(start, stop)),

@@ -34,6 +34,10 @@ class Shared:
     def array(self) -> np.ndarray:
         return self.parts[0]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
     def index(self, place: int) -> Shared:
         return self._view(lambda part: part[place])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class Tile(np.ndarray):
 
     product: Any = None
     kind: Any = None
+    type = SimpleNamespace(layout=None)
 
     def __array_finalize__(self, of: Any) -> None:
         self.product, self.kind = getattr(of, "product", None), getattr(of, "kind", None)

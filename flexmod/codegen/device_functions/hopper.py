@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flexmod.runtime.gluon import add_tile, stores_read
+from flexmod.runtime.gluon import add_tile, store_tile, stores_read
 
 
 @gluon.jit
@@ -165,6 +165,44 @@ def sums_by_thread(weights):
 
 
 @gluon.jit
+def less_row_max(score, row_maxima):
+    """Scores [keys, queries] less the row_max of each query.
+
+    The forward fuses a product with a sum, so a score may round differently here. The minimum keeps it at
+    most row_max. A row whose lse is not large has 0 in `row_maxima`.
+    """
+    queries = gl.arange(0, score.shape[1], layout=gl.SliceLayout(0, score.type.layout))
+    row_max = gl.load(row_maxima + queries)
+    highest = gl.where(row_max == 0.0, float("inf"), row_max)
+    return gl.minimum(score, highest[None, :]) - row_max[None, :]
+
+
+@gluon.jit
+def quarters(tile, layout: gl.constexpr):
+    """A tile's columns in four parts, each in this layout. They stay in their threads' registers."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1] // 4
+    even, odd = gl.split(gl.permute(tile.reshape([rows, 2, 2, columns]), (0, 3, 1, 2)))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return (
+        gl.convert_layout(first, layout),
+        gl.convert_layout(second, layout),
+        gl.convert_layout(third, layout),
+        gl.convert_layout(fourth, layout),
+    )
+
+
+@gluon.jit
+def joined(parts, layout: gl.constexpr):
+    """The tile of four parts, in this layout: see quarters."""
+    rows: gl.constexpr = parts[0].shape[0]
+    columns: gl.constexpr = parts[0].shape[1]
+    tile = gl.join(gl.join(parts[0], parts[2]), gl.join(parts[1], parts[3]))
+    return gl.convert_layout(gl.permute(tile, (0, 2, 3, 1)).reshape([rows, 4 * columns]), layout)
+
+
+@gluon.jit
 def add_diagonals(term, distance, SUMS, line, M, N):
     """Adds the sums of a tile's diagonals to SUMS [B, HQ, M + N - 1], at `line` and distance q_idx - kv_idx.
 
@@ -246,3 +284,25 @@ def add_part(
     grad_q = warpgroup_mma(all_grad.permute((1, 0)), some_k, nothing, use_acc=False, is_async=True)
     grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
     add_to_sum(SUM_GRAD_Q, block, first, grad_q, own_grad_q, ROW)
+
+
+@gluon.jit
+def store_sums(
+    GRAD_K, GRAD_V, at, CONSUMER: gl.constexpr, k_tiles, v_tiles, parts_of_grad_k, grad_v, scale, done
+):
+    """Stores dK and dV of a consumer's 64 keys, which are `at` (batch, head, key).
+
+    When both consumers are done with keys and values, the results take their place. A part of dK has up to
+    128 columns.
+    """
+    own_k = k_tiles.index(0).reshape([128, k_tiles.shape[4]]).slice(CONSUMER * 64, 64, 0)
+    own_v = v_tiles.index(0).reshape([128, v_tiles.shape[4]]).slice(CONSUMER * 64, 64, 0)
+    mbarrier.arrive(done, count=1)
+    mbarrier.wait(done, 0)
+    for number in gl.static_range(len(parts_of_grad_k)):
+        part = parts_of_grad_k[number]
+        own_k.slice(number * 128, part.shape[1], 1).store((part * scale).to(k_tiles.dtype))
+    own_v.store(grad_v.to(v_tiles.dtype))
+    fence_async_shared()
+    store_tile(GRAD_K, [at[0], at[1], at[2], 0], k_tiles.index(0).slice(CONSUMER * 64, 64, 2))
+    store_tile(GRAD_V, [at[0], at[1], at[2], 0], v_tiles.index(0).slice(CONSUMER * 64, 64, 2))
