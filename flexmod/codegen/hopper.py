@@ -72,7 +72,9 @@ class BackwardShape:
         late            issues dp after p is computed, not before; this takes fewer registers
         shared_operand  dK's product reads the gradients of the scores from shared memory, not registers
 
-    None where a template knows one way only: if consumers share 64 keys, or take dQ a step late.
+        chunks          in how many chunks of queries scores are processed, if dQ comes a step late
+
+    None where a template has no such choice: if consumers share 64 keys, or take dQ a step late.
     """
 
     block_m: int
@@ -81,9 +83,11 @@ class BackwardShape:
     late: bool | None
     stages: int = 2
     block_n: int = 128
+    chunks: int | None = None
 
     def arguments(self) -> Mapping[str, int]:
-        ways = {"AHEAD": self.ahead, "LATE": self.late, "SHARED_OPERAND": self.shared_operand}
+        ways: dict[str, int | None] = {"AHEAD": self.ahead, "LATE": self.late, "CHUNKS": self.chunks}
+        ways["SHARED_OPERAND"] = self.shared_operand
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -98,6 +102,8 @@ class BackwardShape:
             parts.append("shared operand" if self.shared_operand else "own operand")
         if self.late:
             parts.append("late")
+        if self.chunks == 4:
+            parts.append("4 chunks")
         return f"{self.block_m}x{self.block_n} ({', '.join(parts)})"
 
 
@@ -201,7 +207,7 @@ def ladder(
     """The shapes to try, best first. Measured on an H200."""
     if direction == "backward":
         if delayed(spec, score, captures):
-            return (BackwardShape(64, ahead=None, shared_operand=None, late=None),)
+            return _delayed_ladder(score)
         return _backward_ladder(spec, score, mask)
     kv_block = spec.mask_block[1] if spec.mask_block else 128
     return tuple(shape for shape in _forward_ladder(spec, score, mask) if kv_block % shape.block_n == 0)
@@ -265,6 +271,11 @@ def _backward_ladder(
         # a score_mod, or a mask's numbers by row, need the registers of dp and of the next score
         shapes = [*(tall[1:] if score or (mask and mask.row) else tall), *shapes]
     return tuple(shapes)
+
+
+def _delayed_ladder(score: ModText | None) -> tuple[BackwardShape, ...]:
+    whole = BackwardShape(64, ahead=None, shared_operand=None, late=None, chunks=1)
+    return (whole, replace(whole, chunks=4)) if score else (whole,)
 
 
 @dataclass(eq=False)

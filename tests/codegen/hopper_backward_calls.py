@@ -25,7 +25,8 @@ from flexmod.ir.trace import trace
 REFERENCE = {"BACKEND": "REFERENCE"}
 EXACT = torch.float64  # in place of a half type: nothing is rounded, but sums in memory to float32
 APART = BackwardShape(64, ahead=True, shared_operand=True, late=False)
-DELAYED = BackwardShape(64, ahead=None, shared_operand=None, late=None)
+DELAYED = BackwardShape(64, ahead=None, shared_operand=None, late=None, chunks=1)
+CHUNKS = replace(DELAYED, chunks=4)
 TOGETHER = BackwardShape(64, ahead=True, shared_operand=None, late=False, block_n=64)
 
 

@@ -12,7 +12,7 @@ from tiers import long_but
 
 from flexmod.codegen.hopper import BackwardShape
 
-from .hopper_backward_calls import APART, DELAYED, TOGETHER, Call, Case, faults
+from .hopper_backward_calls import APART, CHUNKS, DELAYED, TOGETHER, Call, Case, faults
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ WIDE = (192, 136)
 
 
 def dims(shape: BackwardShape) -> tuple[int, int]:
-    return WIDE if shape.block_n == 64 else (192, 64) if shape == DELAYED else (64, 64)
+    return WIDE if shape.block_n == 64 else (192, 64) if shape.chunks else (64, 64)
 
 
 CASES = [
@@ -49,12 +49,14 @@ CASES = [
     *(Case("documents", "slopes", shape, dims(shape), (260, 130)) for shape in WAYS),
     # products in the order of wider heads
     *(Case("documents", "slopes", s, (128, 64), (260, 130)) for s in WAYS if s.block_m < s.block_n),
-    # dQ a step late: sums for captures by column, heads that share keys, few steps and none, and what no number
-    # comes of past the ends
-    Case("documents", "slopes", DELAYED, (192, 64), (260, 130), heads=(2, 1)),
-    Case("window", "bias of keys", DELAYED, (192, 128), (140, 130), batch=(2, 1)),
-    Case("", "gate", DELAYED, (192, 64), (129, 65)),
+    # dQ a step late: sums for captures by column, heads that share keys, few steps and none, and what no
+    # number comes of past the ends
+    *(Case("documents", "slopes", shape, (192, 64), (260, 130), heads=(2, 1)) for shape in (DELAYED, CHUNKS)),
+    Case("window", "bias of keys", CHUNKS, (192, 128), (140, 130), batch=(2, 1)),
+    *(Case("", "gate", shape, (192, 64), (129, 65)) for shape in (DELAYED, CHUNKS)),
     Case("holes", "softcap", DELAYED, (192, 64), (260, 130)),
+    *(Case(mask, "softcap", CHUNKS, (160, 128), (130, 260)) for mask in ("holes", "listed")),
+    Case("by head", "alibi", CHUNKS, (192, 64), (70, 300), heads=(4, 2), batch=(2, 1), ordered=True),
     Case("listed", "alibi", DELAYED, (192, 64), (260, 130)),
     *(Case("", "softcap", DELAYED, (136, 128), lengths) for lengths in ((1, 1), (65, 300), (129, 65))),
     Case("by head", "alibi", DELAYED, (192, 64), (70, 300), heads=(4, 2), batch=(2, 1), ordered=True),

@@ -16,7 +16,7 @@ from tiers import long_but
 from flexmod.codegen.hopper import BackwardShape
 
 from . import test_hopper_in_python as forwards
-from .hopper_backward_calls import DELAYED, Call, Case, faults
+from .hopper_backward_calls import CHUNKS, DELAYED, Call, Case, faults
 
 Run = Callable[[Callable[[str], str]], bool]
 """Runs a call with its text changed: did it end with the right results?"""
@@ -114,7 +114,8 @@ def test_backward_whose_consumers_share_keys(dims: tuple[int, int]) -> None:
 
 @pytest.mark.long
 def test_backward_whose_consumers_take_grad_q_a_step_late() -> None:
-    assert endured(backward(DELAYED, (192, 64), 129), backward(DELAYED, (192, 64), 65)) == []
+    few, many = (backward(shape, (192, 64), rows) for shape, rows in ((CHUNKS, 65), (DELAYED, 129)))
+    assert endured(many, few) == []
 
 
 @pytest.mark.parametrize("case", long_but({(64, "")}, [(64, ""), (256, ""), (64, "pairs")]), ids=str)

@@ -199,6 +199,7 @@ CASES = [
     # wide heads, of which the backward's consumers share the keys
     *(HopperCase(name, (256, 256), rung=rung) for name in ALL for rung in range(3)),
     *(HopperCase(name, (192, 128)) for name in ALL),
+    *(HopperCase(name, (192, 128), rung=1) for name in ("alibi", "softcap holes", "loads", "gate", "risky")),
     *(
         HopperCase("softcap shifted", dims)
         for dims in ((192, 192), (160, 224), (64, 256), (256, 128), (200, 64))

@@ -180,9 +180,8 @@ def less_row_max(score, row_maxima):
 @gluon.jit
 def quarters(tile, layout: gl.constexpr):
     """A tile's columns in four parts, each in this layout. They stay in their threads' registers."""
-    rows: gl.constexpr = tile.shape[0]
-    columns: gl.constexpr = tile.shape[1] // 4
-    even, odd = gl.split(gl.permute(tile.reshape([rows, 2, 2, columns]), (0, 3, 1, 2)))
+    parts = tile.reshape([tile.shape[0], 2, 2, tile.shape[1] // 4])
+    even, odd = gl.split(gl.permute(parts, (0, 3, 1, 2)))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     return (
@@ -197,9 +196,9 @@ def quarters(tile, layout: gl.constexpr):
 def joined(parts, layout: gl.constexpr):
     """The tile of four parts, in this layout: see quarters."""
     rows: gl.constexpr = parts[0].shape[0]
-    columns: gl.constexpr = parts[0].shape[1]
+    columns: gl.constexpr = parts[0].shape[1] * 4
     tile = gl.join(gl.join(parts[0], parts[2]), gl.join(parts[1], parts[3]))
-    return gl.convert_layout(gl.permute(tile, (0, 2, 3, 1)).reshape([rows, 4 * columns]), layout)
+    return gl.convert_layout(gl.permute(tile, (0, 2, 3, 1)).reshape([rows, columns]), layout)
 
 
 @gluon.jit
