@@ -100,7 +100,7 @@ def test_backward_whose_consumers_have_keys_of_their_own(dim: int, needless: str
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dims", long_but({(192, 136)}, [(192, 136), (256, 64)]))
+@pytest.mark.parametrize("dims", [(192, 136), pytest.param((256, 64), marks=pytest.mark.every)])
 def test_backward_whose_consumers_share_keys(dims: tuple[int, int]) -> None:
     products = 1 + (dims[1] > 128)  # of dp
     ways = (BackwardShape(64, ahead, None, late=not ahead, block_n=64) for ahead in (True, False))
