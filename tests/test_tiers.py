@@ -40,6 +40,12 @@ def test_values_occur_equally_often() -> None:
     assert [sum(case["backend"] == backend for case in kept) for backend in range(3)] == [4, 4, 4]
 
 
+def test_costly_values_occur_no_more_than_they_must() -> None:
+    cases = [{"name": name, "backend": backend} for name, backend in product(range(12), range(20, 23))]
+    kept = [cases[number]["backend"] for number in covering(cases, 1, costly={21})]
+    assert len(kept) == 12 and kept.count(21) == 1 and abs(kept.count(20) - kept.count(22)) <= 1
+
+
 def test_a_larger_set_has_the_smaller_one() -> None:
     cases = [dict(zip("abc", values, strict=True)) for values in product(range(4), range(3), range(3))]
     pairs = covering(cases, 2)
@@ -69,7 +75,6 @@ pytest_collection_modifyitems = pytest.hookimpl(trylast=True)(tiers.refuse_alone
 @pytest.mark.parametrize(
     ("arguments", "ends"),
     [
-        (["-n2"], "1 error"),
         (["-n2", "--dist=worksteal"], "1 error"),
         (["-n2", "-m", "not alone"], "1 passed"),
         (["-n0"], "21 passed"),

@@ -16,10 +16,10 @@ ALONE = (
 
 
 def mark_long(items: Sequence[pytest.Item]) -> None:
-    """Sorts the cases of each test marked `covering(n)` into tiers.
+    """Sorts the cases of each test marked `covering(n, long=n + 1, costly=())` into tiers.
 
-    A small set with all combinations of n parameters gets no further mark. The cases added for n + 1
-    parameters become `long`, the rest `every`.
+    A small set with all combinations of n parameters gets no further mark. The cases added for `long`
+    parameters become `long`, the rest `every`. Values in `costly` take long: few cases have them.
     """
     groups: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -29,9 +29,10 @@ def mark_long(items: Sequence[pytest.Item]) -> None:
         marker = group[0].get_closest_marker("covering")
         assert marker is not None
         (strength,) = marker.args
+        costly = {id(value) for value in marker.kwargs.get("costly", ())}
         cases = [{name: id(value) for name, value in item.callspec.params.items()} for item in group]
-        short = covering(cases, strength)
-        longer = covering(cases, strength + 1, short)
+        short = covering(cases, strength, costly=costly)
+        longer = covering(cases, marker.kwargs.get("long", strength + 1), short, costly)
         for number, item in enumerate(group):
             if number not in short:
                 item.add_marker(pytest.mark.long if number in longer else pytest.mark.every)
@@ -46,11 +47,17 @@ def refuse_alone(config: pytest.Config, items: list[pytest.Item]) -> None:
         config.hook.pytest_collectreport(report=pytest.CollectReport(path, "failed", why, []))
 
 
-def covering(cases: Sequence[dict[str, int]], strength: int, kept: Set[int] = frozenset()) -> set[int]:
+def covering(
+    cases: Sequence[dict[str, int]],
+    strength: int,
+    kept: Set[int] = frozenset(),
+    costly: Set[int] = frozenset(),
+) -> set[int]:
     """`kept` and few more cases, which together have every combination of values of `strength` parameters.
 
-    A case has a number for each parameter's value. Greedy: the next case adds the most combinations, and of
-    several the one whose values occur least so far, so that all values occur about equally often.
+    A case has a number for each parameter's value. Greedy: the next case adds the most combinations; of
+    several the one with the fewest values in `costly`, and of these the one whose values occur least so far,
+    so that the other values occur about equally often.
     """
     left = [set(combinations(sorted(case.items()), min(strength, len(case)))) for case in cases]
     used: Counter[tuple[str, int]] = Counter()
@@ -62,7 +69,11 @@ def covering(cases: Sequence[dict[str, int]], strength: int, kept: Set[int] = fr
             if given
             else max(
                 range(len(cases)),
-                key=lambda number: (len(left[number]), -sum(used[value] for value in cases[number].items())),
+                key=lambda number: (
+                    len(left[number]),
+                    -sum(value in costly for value in cases[number].values()),
+                    -sum(used[value] for value in cases[number].items()),
+                ),
             )
         )
         found.add(best)
