@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from learned_mods import random
+from tiers import long_but
 from torch.nn.attention import flex_attention as torch_flex
 
 from flexmod import create_block_mask, errors, flex_attention, masks, mods
@@ -188,15 +189,26 @@ def test_attention_in_the_kernel(name):
     close(attend(name, torch.float32, INTERPRET), attend(name, torch.float64, REFERENCE), 1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_attention_of_torch_takes_them(name):
+def check_beside_torch(name):
     """Its eager form, which has no backward on the CPU."""
     make, captured, _ = CASES[name]
     query, key, value = (random(B, H, n, 8, seed=n).float() for n in (M, N, N))
     score_mod = make(*(x.float() for x in captured))
-    torch.compiler.reset()  # it refuses many mods, each of which it compiles
     found = torch_flex.flex_attention(query, key, value, score_mod)
     close((found,), attend(name, torch.float64, REFERENCE)[:1], 3e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_of_torch_takes_them(name):
+    with torch.compiler.set_stance("force_eager"):
+        check_beside_torch(name)
+
+
+@pytest.mark.parametrize("name", long_but({"graphormer, edges"}, CASES))
+def test_torch_dynamo_takes_them(name):
+    """torch's attention compiles each mod."""
+    torch.compiler.reset()  # it refuses many mods
+    check_beside_torch(name)
 
 
 def test_the_slopes_of_trained_models():

@@ -134,26 +134,40 @@ def test_one_mask_for_several_calls():
     assert torch.equal(third, found.values().transpose(0, 1))
 
 
+def mods_by_batch_entry(count):
+    prefix = masks.prefix_lm(torch.ones(count, dtype=torch.int32))
+    rope = mods.mla_rope(torch.zeros(count, 1, 12, 1), torch.zeros(count, 12, 1), 1.0)
+    return {"mask_mod": prefix}, {"mask_mod": prefix & masks.causal()}, {"score_mod": rope}
+
+
+def check_a_mod_by_batch_entry(attend, count, given, options):
+    """One entry more is for the positions after the last sequence."""
+    offsets, query = torch.tensor([0, 4, 9, 12]), random(12, 1, 16).float()
+
+    def call():
+        return attend(query, query, query, offsets, kernel_options=options, **given)
+
+    if count in (3, 4):
+        assert call().shape == query.shape
+    else:
+        with pytest.raises(errors.CallSizeError, match="but the packing has 3 sequences"):
+            call()
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("options", [{}, INTERPRET], ids=["CPU", "INTERPRET"])
 def test_a_mod_by_batch_entry_fits_the_number_of_sequences(count, options):
-    """One entry more is for the positions after the last sequence."""
-    offsets = torch.tensor([0, 4, 9, 12])
-    query = random(12, 1, 16).float()
-    prefix = masks.prefix_lm(torch.ones(count, dtype=torch.int32))
-    rope = mods.mla_rope(torch.zeros(count, 1, 12, 1), torch.zeros(count, 12, 1), 1.0)
+    for given in mods_by_batch_entry(count):
+        check_a_mod_by_batch_entry(varlen_attention, count, given, options)
 
-    def attend(query, offsets, **given):
-        return varlen_attention(query, query, query, offsets, kernel_options=options, **given)
 
-    compiled = torch.compile(attend, backend="eager", dynamic=False)
-    for given in ({"mask_mod": prefix}, {"mask_mod": prefix & masks.causal()}, {"score_mod": rope}):
-        for call in (attend, compiled):
-            if count in (3, 4):
-                assert call(query, offsets, **given).shape == query.shape
-            else:
-                with pytest.raises(errors.CallSizeError, match="but the packing has 3 sequences"):
-                    call(query, offsets, **given)
+@pytest.mark.parametrize(
+    ("count", "number"), [(2, 0), (4, 1), (1, 2), pytest.param(3, 2, marks=pytest.mark.long)]
+)
+def test_a_mod_by_batch_entry_fits_the_number_of_sequences_in_a_graph(count, number):
+    torch.compiler.reset()
+    compiled = torch.compile(varlen_attention, backend="eager", dynamic=False)
+    check_a_mod_by_batch_entry(compiled, count, mods_by_batch_entry(count)[number], {})
 
 
 def test_positions_after_the_last_sequence_are_one_more():

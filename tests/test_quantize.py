@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import long_but
 from torch import Tensor
 
 from flexmod import errors, quantize
@@ -181,7 +182,7 @@ def test_autocast_rotates_in_float32() -> None:
     assert torch.equal(found.float(), expected.float()) and torch.equal(found_scale, scale)
 
 
-@pytest.mark.parametrize("by", GROUPS)
+@pytest.mark.parametrize("by", long_but({"block"}, GROUPS))
 def test_torch_compile(by: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(quantize, backend="eager", fullgraph=True)
