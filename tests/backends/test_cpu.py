@@ -181,6 +181,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("mask_mod", [None, causal])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -196,6 +197,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("mask_mod", [window, sinks_and_window, late, reach_of_the_head, document, both])
 def test_masks(mask_mod: Any, layout: dict[str, Any]) -> None:
@@ -203,6 +205,7 @@ def test_masks(mask_mod: Any, layout: dict[str, Any]) -> None:
     check(case, None, block_mask(case, mask_mod))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("block", [16, 128, 512, (16, 64), (256, 32)], ids=str)
 @pytest.mark.parametrize("mask_mod", [causal, sinks_and_window, both])
 def test_block_sizes(mask_mod: Any, block: int | tuple[int, int]) -> None:
@@ -210,6 +213,7 @@ def test_block_sizes(mask_mod: Any, block: int | tuple[int, int]) -> None:
     check(case, capped, block_mask(case, mask_mod, block))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("mask_mod", [None, late, both])
 @pytest.mark.parametrize("score_mod", [*BIASED, capped, biased, holes, constant])
@@ -218,7 +222,7 @@ def test_score_mods(score_mod: Any, mask_mod: Any, dtype: torch.dtype) -> None:
     check(case, score_mod, None if mask_mod is None else block_mask(case, mask_mod))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, long=2)
 @pytest.mark.parametrize("budget", [1, 300, 2000, 20000])
 @pytest.mark.parametrize("mask_mod", [None, sinks_and_window, document])
 def test_any_budget(mask_mod: Any, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +230,7 @@ def test_any_budget(mask_mod: Any, budget: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(blocks, "BUDGET", budget)
     monkeypatch.setattr(flash, "BIASES", budget)
     monkeypatch.setattr(tiles, "MASKED", budget)
-    case = make_case(dtype=torch.float64, batch=2, heads=6, kv_heads=2, q_len=50)
+    case = make_case(dtype=torch.float64, batch=2, heads=6, kv_heads=2, q_len=36)
     for block in ((64, 16), (16, 16)):  # tiles that the end cuts, and full ones beside partial ones
         check(case, alibi, None if mask_mod is None else block_mask(case, mask_mod, block))
 
@@ -326,9 +330,9 @@ def test_gradcheck(mask_mod: Any) -> None:
 
 
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a mask, where scores would be 2048 x 2048, no tensor is larger than the budget or an input."""
+    """Without a mask, where scores would be 1024 x 1024, no tensor is larger than the budget or an input."""
     monkeypatch.setattr(blocks, "BUDGET", 1 << 14)
-    case = make_case(q_len=2048, heads=1)
+    case = make_case(q_len=1024, heads=1)
     with LargestTensor() as seen:
         run(case, capped)
     assert seen.elements <= max(1 << 14, case.q.numel())

@@ -25,6 +25,7 @@ from attention_cases import (
     truth,
 )  # fmt: skip
 from planned import NOTHING, Gradients, Mod
+from tiers import long_but
 from torch import Tensor
 
 from flexmod import flex_attention
@@ -52,7 +53,9 @@ def unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+THREE = (3, 1)
 both_forms = pytest.mark.parametrize("form", ["runs", "lists"])
+mostly_runs = pytest.mark.parametrize("form", long_but({"runs"}, ["runs", "lists"]))
 
 WITHIN = ModText(
     """@triton.jit
@@ -180,8 +183,9 @@ def test_lengths_and_head_dims(m: int, n: int, d: int, dv: int) -> None:
     Case(*random(m, n, d, dv)).check()
 
 
+@pytest.mark.covering(1, long=1, costly=(THREE,))
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT, SINGLE], ids=str)
-@pytest.mark.parametrize("heads", [(1, 1), (3, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), THREE], ids=str)
 def test_causal_blocks(dtype: torch.dtype, heads: tuple[int, int]) -> None:
     Case(*random(130, 130, 24, heads=heads, dtype=dtype), dense=causal(130, 130), mask=CAUSAL).check()
 
@@ -192,7 +196,7 @@ def test_causal_lists(dtype: torch.dtype) -> None:
     case.check()
 
 
-@both_forms
+@mostly_runs
 def test_blocks_without_full_ones(form: str) -> None:
     Case(*random(65, 130), dense=causal(65, 130), mask=CAUSAL, separate_full=False, form=form).check()
 
@@ -209,7 +213,7 @@ def test_full_tiles_that_reach_over_the_end(form: str) -> None:
     case.check()
 
 
-@both_forms
+@mostly_runs
 def test_blocks_of_several_tiles_and_of_unequal_sides(form: str) -> None:
     options = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32)
     Case(
@@ -263,7 +267,7 @@ def test_alibi_with_documents() -> None:
     doc, dense = documents(100, 100)
     i, j = positions(100, 100)
     Case(
-        *random(100, 100, heads=(4, 2), batch=(2, 2)),
+        *random(100, 100, heads=(4, 2)),
         dense=dense, mask=DOCUMENT, score=ALIBI, grad=ALIBI_GRAD,
         eager=lambda s: s + slopes.double()[:, None, None] * (j - i),
         score_captured=Mod((slopes,)), mask_captured=(doc,),
@@ -292,16 +296,16 @@ def test_scale_that_is_not_positive(scale: float) -> None:
 
 
 def test_keys_shared_by_the_batch() -> None:
-    Case(*random(65, 40, heads=(4, 2), batch=(3, 1)), dense=causal(65, 40), mask=CAUSAL).check()
+    Case(*random(65, 40, heads=(2, 1), batch=(3, 1)), dense=causal(65, 40), mask=CAUSAL).check()
 
 
 def test_any_strides() -> None:
     m = n = 65
-    q = torch.randn(2, m, 3, 24).transpose(1, 2)
-    k = torch.randn(2, 3, 24, n).transpose(2, 3)
-    v = torch.randn(2, 3, 2 * n, 32)[:, :, ::2, ::2]
+    q = torch.randn(2, m, 2, 24).transpose(1, 2)
+    k = torch.randn(2, 2, 24, n).transpose(2, 3)
+    v = torch.randn(2, 2, 2 * n, 32)[:, :, ::2, ::2]
     case = Case(q, k, v, dense=causal(m, n), mask=CAUSAL)
-    case.check(grad_out=torch.randn(1, 1, 1, 1).expand(2, 3, m, 16))
+    case.check(grad_out=torch.randn(1, 1, 1, 1).expand(2, 2, m, 16))
     assert case.forward().out.transpose(1, 2).is_contiguous(), "the output lies in memory as the query does"
 
 
@@ -395,14 +399,17 @@ SLOPES = torch.tensor([0.5, 2.0], requires_grad=True)
 @pytest.mark.parametrize(
     ("lengths", "dims", "key_heads", "score_mod", "learned", "options", "makes_q"),
     [
-        ((64, 64), (64, 64), 2, None, [], {}, True),
+        pytest.param((64, 64), (64, 64), 2, None, [], {}, True, marks=pytest.mark.long),
         ((37, 50), (24, 40), 2, after_the_last, [], {}, True),
         ((1, 64), (16, 16), 1, None, [], {}, True),
-        ((64, 49), (128, 128), 1, lambda s, b, h, q, k: s + SLOPES.detach()[h] * (k - q), [], {}, True),
+        pytest.param(
+            (64, 49), (128, 128), 1, lambda s, b, h, q, k: s + SLOPES.detach()[h] * (k - q), [], {}, True,
+            marks=pytest.mark.long,
+        ),
         ((49, 64), (64, 64), 2, lambda s, b, h, q, k: s * SLOPES[k % 2], [SLOPES], {}, True),
         ((49, 64), (64, 64), 2, lambda s, b, h, q, k: s * SLOPES[q % 2], [SLOPES], {}, False),
         ((64, 64), (64, 64), 2, None, [], {"bwd_BLOCK_N1": 32}, False),
-        ((100, 128), (64, 64), 2, None, [], {}, True),
+        pytest.param((100, 128), (64, 64), 2, None, [], {}, True, marks=pytest.mark.long),
         ((20, 31), (32, 32), 2, lambda s, b, h, q, k: s * SLOPES[k % 2], [SLOPES], {}, True),
         ((16, 7), (64, 128), 1, None, [], {}, True),
     ],
