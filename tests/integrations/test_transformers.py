@@ -77,6 +77,7 @@ def test_a_sink_that_was_lost_would_be_seen() -> None:
         assert rms(model(**given.inputs).logits - logits) > 0.01
 
 
+@pytest.mark.covering(1, long=1)
 @EACH_MODEL
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_greedy_generation(name: str, cache: str) -> None:
@@ -108,31 +109,41 @@ def test_a_prompt_in_chunks_and_steps_of_several_queries() -> None:
 
 @EACH_MODEL
 def test_a_static_cache_in_chunks(name: str) -> None:
-    chunks_of_a_static_cache(name, make(name, "flexmod"))
+    chunks_of_a_static_cache(make(name, "flexmod"), make(name, "eager"))
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "gemma2",
-        pytest.param("gpt-oss", marks=pytest.mark.long),
+        pytest.param("gemma2", marks=pytest.mark.long),
+        pytest.param("gpt-oss", marks=pytest.mark.every),
         pytest.param("mistral", marks=pytest.mark.every),
     ],
 )
 def test_a_static_cache_in_chunks_of_a_compiled_model(name: str) -> None:
-    chunks_of_a_static_cache(name, torch.compile(make(name, "flexmod"), backend="eager"))
+    compiled = torch.compile(make(name, "flexmod"), backend="eager")
+    chunks_of_a_static_cache(compiled, make(name, "eager"))
 
 
-def chunks_of_a_static_cache(name: str, ours: Any) -> None:
-    """A chunk after the first of so many queries that their mask is traced; the cache is used twice."""
+def test_two_chunks_of_a_compiled_layer() -> None:
+    """Each makes TorchDynamo trace the model, for seconds."""
+    options = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    compiled = torch.compile(make("gemma2", "flexmod", **options), backend="eager")
+    chunks_of_a_static_cache(compiled, make("gemma2", "eager", **options), (20, 21), times=1)
+
+
+def chunks_of_a_static_cache(
+    ours: Any, eager: Any, chunks: tuple[int, ...] = (5, 20, 16), times: int = 2
+) -> None:
+    """A chunk after the first of so many queries that their mask is traced; the cache is used again."""
     ids = batch("plain").inputs["input_ids"]
     found = []
-    for model in (ours, make(name, "eager")):
+    for model in (ours, eager):
         cache = transformers.StaticCache(config=model.config, max_cache_len=64)
         parts = []
-        for _ in range(2):
+        for _ in range(times):
             with torch.no_grad():
-                parts += [model(part, past_key_values=cache).logits for part in ids.split([5, 20, 16], 1)]
+                parts += [model(part, past_key_values=cache).logits for part in ids.split(chunks, 1)]
             cache.reset()
         found.append(torch.cat(parts, 1))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
@@ -158,6 +169,7 @@ MASK_FUNCTIONS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("offsets", [(0, 0), (9, 0), (24, 6)], ids=str)
 @pytest.mark.parametrize("queries", [1, 16, 40])
@@ -257,7 +269,7 @@ def test_dense_masks_and_biases(heads: int) -> None:
             torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("axis", [0, 2])
+@pytest.mark.parametrize("axis", long_but({2}, [0, 2]))
 def test_a_dense_mask_beside_a_query_with_symbols(axis: int) -> None:
     q, k, v = layer()
     kept = torch.rand(2, 1, 30, 30) > 0.4
@@ -353,7 +365,7 @@ def test_dropout_is_refused_when_training_alone() -> None:
         model.eval()(**given.inputs, output_attentions=True)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", long_but({"gpt-oss"}, ["gemma2", "gpt-oss"]))
 def test_options_reach_the_kernels(name: str) -> None:
     """What a model is called with is handed on: here, Triton's kernels in the interpreter."""
     model, given = make(name, "flexmod"), batch("left")
