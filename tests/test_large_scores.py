@@ -20,6 +20,7 @@ from flexmod.ir.trace import trace
 
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
 MODS = made()
+EVERY = pytest.mark.every
 
 
 def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -66,6 +67,7 @@ def test_scores_of_a_mod(name: str, backend: str, dtype: torch.dtype) -> None:
     assert not faults(found, truth, dtype, FACTORS.get(name, 1.0))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["half a row", "rows of -1e+30", "a slope", "of pairs", "times a tensor"])
 @pytest.mark.parametrize("backend", ["CPU", "INTERPRET", "HOPPER"])
 def test_scores_beside_a_mask(name: str, backend: str) -> None:
@@ -89,7 +91,10 @@ def test_scores_without_a_mod(backend: str, dtype: torch.dtype, scale: float) ->
     assert not any(x.isnan().any() for x in found)
 
 
-@pytest.mark.parametrize("name", ["rows of -1e+09", "a slope", "added"])
+@pytest.mark.parametrize(
+    "name",
+    ["rows of -1e+09", pytest.param("a slope", marks=EVERY), pytest.param("added", marks=EVERY)],
+)
 def test_scores_of_a_handle_and_in_a_compiled_graph(name: str) -> None:
     """What the forward keeps for the backward passes through both."""
     call, scale = Call(HALF), DIM**-0.5
@@ -126,7 +131,7 @@ def test_backwards_after_a_number_became_an_argument(backend: str) -> None:
             assert not faults([out, *truth[1:3], *gradients], truth, HALF), cap
 
 
-@pytest.mark.parametrize("dtype", [HALF, SINGLE])
+@pytest.mark.parametrize("dtype", [HALF, pytest.param(SINGLE, marks=EVERY)])
 def test_small_scores_in_a_compiled_graph(dtype: torch.dtype) -> None:
     call, scale = Call(dtype), DIM**-0.5
 
@@ -171,6 +176,7 @@ def test_a_tanh_that_is_multiplied_by_much_is_relative(
 SLOPES = torch.tensor([30.0, 1e8])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["INTERPRET", "HOPPER"])
 @pytest.mark.parametrize("caps", [(30.0, 50.0, 1e8), (1e8, 30.0, 20.0)])
 def test_a_cap_that_changes_from_call_to_call(backend: str, caps: tuple[float, ...]) -> None:

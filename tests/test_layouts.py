@@ -19,7 +19,7 @@ from flexmod.runtime.plan import fixed
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 REFERENCE = {"BACKEND": "REFERENCE"}
-M, N = 37, 41
+M, N = 21, 25
 
 
 @pytest.fixture(autouse=True)

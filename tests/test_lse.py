@@ -70,7 +70,7 @@ def test_a_ring_of_parts_of_the_keys(
     borders: tuple[int, ...], options: Any, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Out, lse and the gradients through both, as of one call on all keys; most parts have dead rows."""
-    case = make_case(batch=2, heads=4, kv_heads=2, q_len=LENGTH, dtype=dtype)
+    case = make_case(heads=4, kv_heads=2, q_len=LENGTH, dtype=dtype)
     q, k, v = leaves = [x.requires_grad_() for x in case.inputs]
     out = q.new_zeros(q.shape)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(dtype, torch.float32))
@@ -90,7 +90,7 @@ def test_a_ring_of_parts_of_the_keys(
 @PATHS
 def test_a_sink_of_each_head(options: Any, dtype: torch.dtype, tolerance: float) -> None:
     """A learned score with no value beside it, in every row's softmax: gradients reach it through the lse."""
-    case = make_case(batch=2, heads=4, kv_heads=2, q_len=LENGTH, dtype=dtype)
+    case = make_case(heads=4, kv_heads=2, q_len=LENGTH, dtype=dtype)
     real = torch.promote_types(dtype, torch.float32)
     leaves = [x.requires_grad_() for x in case.inputs]
     sink = torch.tensor([-1.0, 0.0, 1.5, 4.0], dtype=real, requires_grad=True)

@@ -126,7 +126,7 @@ def gradients(kind: Callable[[Tensor], Tensor], places: tuple[int, ...], options
     return [odd.plain(x) for x in torch.autograd.grad(out.square().sum() + lse.sum(), leaves)]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1)
 @BACKENDS
 @pytest.mark.parametrize("places", [(0,), (3,), (0, 1, 2, 3)], ids=["query", "bias", "all"])
 @pytest.mark.parametrize("kind", [kind for kind in odd.TAKEN if kind != "functional"])
@@ -144,7 +144,9 @@ def test_a_wrapper_sees_the_operations_of_the_library() -> None:
     assert [func for func in odd.Wrapper.seen if func.namespace == "flexmod"] == wanted
 
 
-@BACKENDS
+@pytest.mark.parametrize(
+    "options", [None, pytest.param(INTERPRET, marks=pytest.mark.long)], ids=["cpu", "interpret"]
+)
 def test_a_wrapper_of_two(options: Any) -> None:
     """Each of the two tensors is attended to, compiled too."""
     plain = [given()[name] for name in ("query", "key", "value")]
@@ -445,7 +447,9 @@ def test_make_fx_records_the_operation(masked: bool) -> None:
     torch.testing.assert_close(recorded(*other), attend(*other))
 
 
-@BACKENDS
+@pytest.mark.parametrize(
+    "options", [pytest.param(None, marks=pytest.mark.long), INTERPRET], ids=["cpu", "interpret"]
+)
 def test_make_fx_records_symbols(options: Any) -> None:
     """One graph for all lengths, with a learned table and a mask that is made inside."""
 
@@ -600,10 +604,10 @@ def test_below_the_wrappers_of_a_transform(made: Callable[[Tensor], Tensor]) -> 
 # compiled, packed, distributed
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("place", ["query", "value"])
 @pytest.mark.parametrize(
-    "kind", long_but({"wrapper", "negative"}, ["wrapper", "asynchronous", "parameter", "negative"])
+    "kind", long_but({"negative"}, ["negative", "wrapper", "asynchronous", "parameter"])
 )
 def test_compiled(kind: str, place: str) -> None:
     torch._dynamo.reset()
@@ -620,7 +624,7 @@ def test_refused_in_a_graph(kind: str) -> None:
         attend(odd.REFUSED[kind](given()["query"]), given()["key"], given()["value"])
 
 
-@pytest.mark.parametrize("place", ["score_mod", "block_mask"])
+@pytest.mark.parametrize("place", long_but({"score_mod"}, ["score_mod", "block_mask"]))
 def test_a_tensor_without_values_is_refused_in_a_graph(place: str) -> None:
     """torch would run what computes shapes, and return uninitialized results."""
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -65,6 +65,7 @@ def both() -> st.SearchStrategy[Any]:
     return st.recursive(leaves, grown, max_leaves=8)
 
 
+@settings(max_examples=50)
 @given(both(), st.tuples(NUMBERS, NUMBERS, NUMBERS))
 def test_an_expression_is_what_python_makes_of_it(make: Any, numbers: tuple[int, ...]) -> None:
     expression = make(tuple(map(Size, NAMES)))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from position_cases import NAMES, attend, cases, keeps, merged
+from tiers import long_but
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as torch_flex
@@ -18,8 +19,12 @@ from torch.nn.attention import flex_attention as torch_flex
 import flexmod
 from flexmod import Offset, create_block_mask, create_mask, errors, flex_attention, masks, mods
 from flexmod.codegen import compiler
+from flexmod.codegen.spec import Tile
 from flexmod.ir.trace import trace
 from flexmod.runtime import config
+from flexmod.runtime.offline import Report
+from flexmod.runtime.target import named
+from flexmod.tools.ahead import Built
 
 LENGTH, HEADS, BLOCK = 96, 2, 32
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -46,9 +51,21 @@ def causal_at(q_len: int, offset: Any = None, batch: int | None = None, **others
 # parts beside the whole
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
+def on_backends(interpreted: set[str], others: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Each case on one backend, these in the interpreter. Further combinations are marked with `others`."""
+    firsts = [
+        (name, "interpret" if name in interpreted else ("cpu", "reference")[number % 2])
+        for number, name in enumerate(NAMES)
+    ]
+    cases = [
+        pytest.param(name, backend, marks=() if (name, backend) in firsts else others)
+        for name in NAMES
+        for backend in BACKENDS
+    ]
+    return pytest.mark.parametrize(("name", "backend"), cases)
+
+
+@on_backends({"windows of heads", "learned distances"}, pytest.mark.long)
 def test_parts_of_the_queries(name: str, backend: str) -> None:
     """out, lse and dQ of a part equal the whole's there; the other gradients are sums over the parts."""
     case, (query, key, value) = cases(LENGTH, HEADS)[name], inputs()
@@ -71,9 +88,7 @@ def test_parts_of_the_queries(name: str, backend: str) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
+@on_backends({"-inf branches", "learned columns"}, pytest.mark.every)
 def test_parts_of_the_keys(name: str, backend: str) -> None:
     """A part is the whole under a mask that keeps its keys, and parts merge to the whole."""
     case, (query, key, value) = cases(LENGTH, HEADS)[name], inputs()
@@ -90,15 +105,13 @@ def test_parts_of_the_keys(name: str, backend: str) -> None:
         torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", NAMES)
-def test_tensors_agree_with_a_loop_over_batch_entries(name: str, backend: str, dtype: torch.dtype) -> None:
+@on_backends({"window", "learned buckets"}, pytest.mark.every)
+def test_tensors_agree_with_a_loop_over_batch_entries(name: str, backend: str) -> None:
     case, (query, key, value) = cases(LENGTH, HEADS)[name], inputs(2, 32, 64)
     grads = random(*query.shape, seed=9)
     starts = {"q_offset": [13, 64], "kv_offset": [0, 32]}
-    offsets = {name: torch.tensor(values, dtype=dtype) for name, values in starts.items()}
+    dtypes = {"q_offset": torch.int32, "kv_offset": torch.int64}
+    offsets = {name: torch.tensor(values, dtype=dtypes[name]) for name, values in starts.items()}
     both = attend(case, (query, key, value), BACKENDS[backend], grads=grads, **offsets)
     total = [torch.zeros_like(x) for x in case.learned]
     for b in range(2):
@@ -264,7 +277,7 @@ def test_offsets_stay_with_a_mask(way: str, kind: str) -> None:
     torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rows", [slice(1, 3), [2], slice(2, None), slice(0, 3, 2), [2, 0], [0, 1]])
 @pytest.mark.parametrize("offset", [None, 7, "tensor"])
@@ -343,7 +356,7 @@ def test_torch_takes_the_mask_mod() -> None:
     torch.testing.assert_close(ours, found, atol=3e-6, rtol=3e-6)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", long_but([False], [False, True]))
 def test_a_mask_of_torch_brings_the_offsets_of_its_mask_mod(compiled: bool) -> None:
     torch.compiler.reset()
     query, key, value = inputs()
@@ -494,6 +507,7 @@ def test_a_write_between_forward_and_backward_is_refused() -> None:
 # handles and compiled graphs
 
 
+@pytest.mark.covering(1, long=1, costly=("interpret",))
 @pytest.mark.parametrize("way", ["as it is", "copy", "deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("backend", ["cpu", "interpret"])
 def test_a_handle_has_offsets_for_both_mods(backend: str, way: str) -> None:
@@ -530,7 +544,11 @@ def test_a_handle_of_the_mask_mod_of_a_slice() -> None:
             handle(rows, key, value, other)
 
 
-def test_a_saved_file_says_at_which_positions(tmp_path: Any) -> None:
+def test_a_saved_file_says_at_which_positions(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels that nothing compiles here."""
+    built = Built("forward", "portable", Tile(64, 64, 4, 1), Report(named("sm_90"), 1000, 100, 0, 0))
+    monkeypatch.setattr("flexmod.tools.standalone.first_tile", lambda *_: built)
+    monkeypatch.setattr("flexmod.tools.standalone.wrong", lambda *_: None)
     handle = flexmod.compile(mods.alibi(8), masks.causal(), q_offset=4096)
     text = handle.save(tmp_path / "file.py", head_dim=64, dtype=torch.float16).read_text()
     assert "at the positions of q_offset=4096, kv_offset=0" in text
@@ -552,13 +570,13 @@ def stated_twice(query: Tensor, key: Tensor, value: Tensor, first: Any) -> Any:
     return flex_attention(query, key, value, mods.alibi(HEADS), mask, q_offset=first)
 
 
-@pytest.mark.parametrize("function", [in_graph, no_mask, stated_twice])
+@pytest.mark.parametrize("function", long_but([in_graph], [in_graph, no_mask, stated_twice]))
 def test_a_growing_offset_in_a_compiled_graph(function: Callable[..., Any]) -> None:
     torch.compiler.reset()
     counters.clear()
     query, key, value = inputs()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    for first in (3, 4, 17, 33):
+    for first in (3, 4, 17):
         rows = query[:, :, first : first + 4]
         found, wanted = compiled(rows, key, value, first), function(rows, key, value, first)
         torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
@@ -575,7 +593,7 @@ def test_a_bound_in_a_compiled_graph() -> None:
         torch.testing.assert_close(found, wanted, atol=3e-6, rtol=3e-6)
 
 
-@pytest.mark.parametrize("function", [in_graph, no_mask, stated_twice])
+@pytest.mark.parametrize("function", long_but([stated_twice], [in_graph, no_mask, stated_twice]))
 def test_an_offset_that_is_a_tensor_in_a_compiled_graph(function: Callable[..., Any]) -> None:
     torch.compiler.reset()
     counters.clear()
@@ -725,6 +743,7 @@ def hashed_score(score: Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Tens
     return torch.where(hashed(b, h, q_idx, kv_idx), score, score - 2.0)
 
 
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("index", [[2, 0], slice(0, 3, 2)], ids=["list", "range"])
 def test_positions_of_a_slice_do_not_wrap(index: Any, backend: str) -> None:

@@ -25,11 +25,16 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OUTPUT = re.compile(r"\n\n```(?:python )?output\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
+WITH_CODE = [
+    pytest.param(page, marks=[pytest.mark.long] * (page.parent.name == "recipes"), id=page.name)
+    for page in PAGES
+    if BLOCK.search(page.read_text())
+]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_CODE)
 def test_code_blocks_run(page: Path, request: pytest.FixtureRequest) -> None:
+    """tests/test_recipes.py runs the code of recipes too, in the quick tests."""
     text = page.read_text()
     names: dict[str, object] = {"__name__": page.stem}
     outputs = []

@@ -252,7 +252,7 @@ def mods_of(read: Read) -> tuple[Any, Any]:
     )
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1, costly=("interpret",))
 @pytest.mark.parametrize("way", ["itself", "copy", "deepcopy"])
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -99,7 +99,7 @@ IN_MODES = pytest.mark.parametrize("mode", MODES)
 IN_FORMS = pytest.mark.parametrize("form", ["lists", "runs"])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1, costly=("compiled",))
 @ON_BACKENDS
 @IN_FORMS
 @pytest.mark.parametrize(("name", "mode"), LISTED)
@@ -113,7 +113,7 @@ def test_a_list_that_is_assigned(name: str, mode: str, form: str, backend: str) 
     same(case.backward(out), wanted)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, costly=("compiled",))
 @ON_BACKENDS
 @IN_FORMS
 @pytest.mark.parametrize(("name", "mode"), LISTED)
@@ -134,7 +134,7 @@ def test_a_list_that_is_written(name: str, mode: str, form: str, backend: str) -
         assert str(raised.value).startswith(f"block_mask.{name} has been")
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, costly=("compiled",))
 @ON_BACKENDS
 @IN_MODES
 def test_calls_after_a_write_see_it(mode: str, backend: str) -> None:
@@ -159,7 +159,7 @@ ASSIGNED: dict[str, Callable[[BlockMask], None]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, costly=("compiled",))
 @ON_BACKENDS
 @IN_MODES
 @IN_FORMS
@@ -187,7 +187,7 @@ WRITTEN: dict[str, Callable[[Case], Any]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, costly=("compiled",))
 @ON_BACKENDS
 @IN_MODES
 @IN_FORMS
@@ -268,6 +268,7 @@ def test_tensors_of_inference_mode_are_copied() -> None:
 KERNELS = pytest.mark.parametrize("backend", ["cpu", "interpret"])
 
 
+@pytest.mark.covering(2, long=2)
 @KERNELS
 @IN_FORMS
 @pytest.mark.parametrize("change", ["nothing", "assigned", "written"])
@@ -319,7 +320,7 @@ def test_hooks_that_return_other_tensors(what: str, backend: str) -> None:
             case.backward(out)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, costly=("compiled",))
 @KERNELS
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("change", ["nothing", "written", "assigned", "mask_mod"])
@@ -381,6 +382,7 @@ def test_a_list_that_is_no_tensor_is_refused_at_once(name: str, part: Any) -> No
         setattr(mask, name, part)
 
 
+@pytest.mark.covering(1, long=1, costly=("compiled",))
 @ON_BACKENDS
 @IN_MODES
 def test_lists_that_do_not_fit_are_refused_by_the_call(mode: str, backend: str) -> None:
@@ -410,6 +412,7 @@ def test_lists_of_64_bits_become_those_of_32(backend: str) -> None:
     same(case.warm(), wanted)
 
 
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("batch", [None, 2])
 @IN_FORMS
 def test_plans_are_run_again_for_the_kinds_that_they_were_bound_to(

@@ -77,7 +77,7 @@ def forget_graphs() -> None:
             function.cache_clear()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1, costly=("compiled", INTERPRET))
 @pytest.mark.parametrize("name", SCORES)
 @pytest.mark.parametrize("state", [*FUNCTION_STATES, *IN_BACKWARD])
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ BIASES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1, costly=("compiled", INTERPRET))
 @pytest.mark.parametrize("how", DEVICE_STATES)
 @pytest.mark.parametrize("name", BIASES)
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_fake_tensors_beside_real_ones_are_named(route: str, options: Any, place
         attended()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1, costly=("compiled",))
 @pytest.mark.parametrize("scale", [float("nan"), float("-inf"), 1e300, 10**400, True, "1", torch.ones(())])
 @pytest.mark.parametrize("route", ["eager", "handle", "compiled"])
 @pytest.mark.parametrize("options", [None, INTERPRET, REFERENCE], ids=["cpu", "interpret", "reference"])

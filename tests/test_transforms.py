@@ -23,7 +23,7 @@ KERNELS = pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "int
 
 
 def tensors(dtype: torch.dtype = torch.float32, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
-    return make_case(batch=2, heads=2, q_len=length, head_dim=16, dtype=dtype).inputs
+    return make_case(batch=1, heads=2, q_len=length, head_dim=16, dtype=dtype).inputs
 
 
 def mask_of(documents: Tensor) -> BlockMask:
@@ -235,12 +235,15 @@ def test_forward_over_reverse_is_refused() -> None:
         jvp(grad(lambda q: flex_attention(q, k, v).sum()), (q,), (q,))
 
 
-GRAPHS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-
-
-@pytest.mark.covering(1)
-@GRAPHS
-@pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
+@pytest.mark.parametrize(
+    ("known", "backend"),
+    [
+        (True, "eager"),
+        pytest.param(False, "aot_eager", marks=pytest.mark.long),
+        pytest.param(False, "eager", marks=pytest.mark.every),
+        pytest.param(True, "aot_eager", marks=pytest.mark.every),
+    ],
+)
 def test_forward_mode_of_a_compiled_call_is_refused(known: bool, backend: str) -> None:
     """An operation of torch.library would drop the tangent."""
     torch._dynamo.reset()

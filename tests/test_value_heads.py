@@ -18,11 +18,11 @@ HEADS = {
     "groups of both": (12, 6, 4),
     "one value": (4, 2, 1),
 }
-MASK = create_block_mask(masks.causal(), None, None, 37, 37, "cpu", BLOCK_SIZE=16)
+MASK = create_block_mask(masks.causal(), None, None, 21, 21, "cpu", BLOCK_SIZE=16)
 
 
 def inputs(heads: tuple[int, int, int]) -> list[Tensor]:
-    return [torch.randn(2, n, 37, d, requires_grad=True) for n, d in zip(heads, (16, 16, 24), strict=True)]
+    return [torch.randn(2, n, 21, d, requires_grad=True) for n, d in zip(heads, (16, 16, 24), strict=True)]
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -80,6 +80,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, bias: Tensor | None = No
     return torch.softmax(scores.masked_fill(doc[:, None] != doc, -math.inf), -1) @ v
 
 
+@pytest.mark.covering(1, costly=("interpret",))
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @torch.no_grad()
@@ -92,6 +93,7 @@ def test_a_handle_sees_what_becomes_of_its_mask(backend: str, change: str) -> No
         assert near(attend(*tensors), truth(*tensors, doc)), count
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 @torch.no_grad()
@@ -155,6 +157,7 @@ def swapped(module: Windowed, doc: Tensor, temperature: Tensor) -> None:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+@pytest.mark.covering(1, costly=("interpret",))
 @pytest.mark.parametrize("change", [load, param_data, rounded, swapped])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_handle_sees_what_a_module_does(backend: str, change: Callable[..., None]) -> None:
@@ -229,7 +232,7 @@ def mask_of(doc: Tensor) -> BlockMask:
     )
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, costly=("interpret",))
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("way", ["eager", "handle"])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -402,7 +405,7 @@ SAME_MASKS: dict[str, Callable[[BlockMask], BlockMask]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1, costly=("interpret",))
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("made", SAME_MASKS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -463,6 +466,7 @@ def test_what_was_read_is_known_and_what_was_computed_is_not_kept() -> None:
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    gc.freeze()  # a collection looks at what a test makes alone
     state = [False]
     for module in (autograd, compiled, prepared):
         monkeypatch.setattr(module, "is_captured", lambda device: state[0])
@@ -630,7 +634,7 @@ ASSIGNED: dict[str, Callable[[Outer], None]] = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1, costly=("interpret",))
 @pytest.mark.parametrize("way", ["itself", "copy", "deepcopy"])
 @pytest.mark.parametrize("assigned", ASSIGNED)
 @pytest.mark.parametrize("mods", HANDLES)
@@ -914,8 +918,9 @@ MADE: dict[str, Callable[[Any, Tensor], BlockMask]] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in MADE), ("mask", True), ("offset", True)]
+)
 @torch.inference_mode()
 def test_writes_of_inference_mode_count(name: str, compiled: bool) -> None:
     """torch counts no writes to a tensor of inference mode, such as the position of a decoder's token."""
