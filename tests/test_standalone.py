@@ -13,7 +13,6 @@ from typing import Any
 import forked
 import pytest
 import torch
-from tiers import long_but
 
 from flexmod import and_masks, errors, masks, mods
 from flexmod.codegen.spec import KernelName, Tile
@@ -24,6 +23,7 @@ from flexmod.tools.ahead import Built
 from flexmod.tools.standalone import save, standalone
 from flexmod.tools.standalone_text import example, quotes
 
+EVERY = pytest.mark.every
 KERNELS: tuple[KernelName, ...] = ("forward", "dq", "dkdv", "scatter")
 SMALL = {name: Tile(64, 64, 4, 1) for name in KERNELS}
 
@@ -258,7 +258,9 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
     assert done.stderr == "no GPU here; TRITON_INTERPRET=1 runs the kernels on the CPU\n"
 
 
-@pytest.mark.parametrize("target", long_but({"sm_90"}, ["sm_80", "sm_90", "gfx942"]))
+@pytest.mark.parametrize(
+    "target", ["sm_90", pytest.param("sm_80", marks=pytest.mark.long), pytest.param("gfx942", marks=EVERY)]
+)
 def test_tiles_are_chosen_for_a_chip(target: str) -> None:
     """Each kernel of the file compiles for it, and fits."""
     text = standalone(None, masks.causal(), head_dim=16, target=target)

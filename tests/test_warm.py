@@ -83,6 +83,7 @@ EXACT = ["forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel"]
 SOFTCAP: dict[str, Any] = {
     "score": "mods.softcap(30.0)", "mask": "masks.causal()", "dim": 64, "dtype": "float16",
 }  # fmt: skip
+IN_FLOAT32: dict[str, Any] = {"score": "None", "mask": "masks.causal()", "dim": 32, "dtype": "float32"}
 Filled = tuple[Path, list[tuple[str, Built]]]
 
 
@@ -116,35 +117,45 @@ def test_a_process_compiles_nothing(softcap: Filled, tmp_path: Path) -> None:
         assert found == [("forward_kernel", True)]
     finally:
         (tmp_path / "away").rename(softcap[0])
-    # and without the folder, all of them: the kernels above were found in it. With one thread, no second
-    # process compiles one that this one finds.
-    bare = called(tmp_path / "bare", tmp_path / "triton-bare", "1", sizes=(2, 2, 1100), **SOFTCAP)
-    assert sorted(bare) == sorted((name, False) for name in HOPPER)
+    # and without the folder, the first of them: the kernels above were found in it. With one thread, no
+    # second process compiles one that this one finds.
+    bare = called(tmp_path / "bare", tmp_path / "triton-bare", "1", False, sizes=(2, 2, 1100), **SOFTCAP)
+    assert bare == [("forward_kernel", False)]
 
 
-@pytest.mark.parametrize(
-    ("score", "mask", "dim", "dtype", "kernels"),
-    [
-        pytest.param("mods.alibi(2)", "None", 128, "bfloat16", HOPPER, marks=pytest.mark.every),
-        pytest.param("None", "masks.causal()", 32, "float32", EXACT, marks=pytest.mark.long),
-    ],
-)
-def test_a_process_compiles_nothing_of_others(
-    score: str, mask: str, dim: int, dtype: str, kernels: list[str], tmp_path: Path
-) -> None:
-    facts: dict[str, Any] = {"score": score, "mask": mask, "dim": dim, "dtype": dtype}
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Filled:
+    """Another folder that four threads filled, with portable kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_by_side, "threads", lambda count=4: count)
+        return warmed(tmp_path_factory.mktemp("exact") / "here", **IN_FLOAT32)
+
+
+@pytest.mark.long
+def test_a_process_compiles_no_portable_kernels(exact: Filled, tmp_path: Path) -> None:
+    there = shutil.copytree(exact[0], tmp_path / "there")
+    found = called(there, tmp_path / "triton", sizes=(1, 2, 1000), **IN_FLOAT32)
+    assert sorted(found) == sorted((name, True) for name in EXACT)
+
+
+@pytest.mark.every
+def test_a_process_compiles_nothing_of_others(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"score": "mods.alibi(2)", "mask": "None", "dim": 128, "dtype": "bfloat16"}
     folder, built = warmed(tmp_path / "here", **facts)
     assert all(one.fits and target == "sm_90" for target, one in built)
     found = called(folder.rename(tmp_path / "there"), tmp_path / "triton", sizes=(1, 2, 1000), **facts)
-    assert sorted(found) == sorted((name, True) for name in kernels)
+    assert sorted(found) == sorted((name, True) for name in HOPPER)
 
 
 @pytest.mark.parametrize(
     ("mask", "dim", "lengths", "kernels"),
     [
-        ("None", 32, (64, 33), ["forward_kernel", "statistics_kernel", "dkdv_kernel"]),
+        pytest.param(
+            "None", 32, (64, 33), ["forward_kernel", "statistics_kernel", "dkdv_kernel"],
+            marks=pytest.mark.every,
+        ),
         ("masks.causal()", 32, (16, 9), ["forward_kernel", "statistics_kernel", "dq_kernel", "dkdv_kernel"]),
-        ("masks.causal()", 64, (1000, 300), HOPPER),
+        pytest.param("masks.causal()", 64, (1000, 300), HOPPER, marks=pytest.mark.every),
     ],
 )
 @pytest.mark.long
@@ -180,18 +191,27 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert config.cache_dir() == before
 
 
-@pytest.mark.long
+@pytest.mark.parametrize(
+    ("filled", "facts", "kernels"),
+    [
+        pytest.param("exact", IN_FLOAT32, EXACT, marks=pytest.mark.long),
+        pytest.param("softcap", SOFTCAP, HOPPER, marks=pytest.mark.every),
+    ],
+    ids=["portable", "Hopper"],
+)
 def test_threads_fill_it_as_one_does(
-    softcap: Filled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    filled: str, facts: dict[str, Any], kernels: list[str], tmp_path: Path, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """The same kernels in the same order, and the same machine code."""
+    by_threads = request.getfixturevalue(filled)
     monkeypatch.setattr(side_by_side, "threads", lambda count=1: 1)
     found = []
-    for folder, built in (softcap, warmed(tmp_path / "in turn", **SOFTCAP)):
+    for folder, built in (by_threads, warmed(tmp_path / "in turn", **facts)):
         assert all(one.fits and target == "sm_90" for target, one in built)
         code = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.cubin")}
         found.append(([(one.kernel, one.template, one.tile) for _, one in built], code))
-    assert found[0] == found[1] and len(found[0][0]) == len(HOPPER) + 1
+    assert found[0] == found[1] and len(found[0][0]) == len(kernels) + 1
 
 
 def test_a_folder_that_cannot_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
