@@ -51,7 +51,7 @@ def results(
     return [out, found.lse, found.max_scores, *gradients]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("backend", "dtype"),

@@ -120,7 +120,9 @@ def test_a_handle() -> None:
     )
 
 
-@pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "interpret"])
+@pytest.mark.parametrize(
+    "options", [pytest.param(None, marks=pytest.mark.long), INTERPRET], ids=["cpu", "interpret"]
+)
 def test_in_a_compiled_graph(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph, and what the interpreted kernels write is what the graph goes on with."""
 

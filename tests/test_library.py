@@ -88,7 +88,7 @@ def window_mask(length: int = LENGTH, keys: int | None = None) -> Any:
     ("options", "dtype"),
     [
         (None, torch.float64),
-        pytest.param(None, torch.bfloat16, marks=pytest.mark.long),
+        pytest.param(None, torch.bfloat16, marks=pytest.mark.every),
         pytest.param(INTERPRET, torch.float32, marks=pytest.mark.long),
     ],
     ids=str,
@@ -677,7 +677,12 @@ UNKNOWN: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", long_but({"a lookup"}, UNKNOWN))
+EVERY = pytest.mark.every
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "a lookup" else EVERY) for name in UNKNOWN]
+)
 def test_unknown_functions_are_named_with_their_line_in_a_graph(name: str) -> None:
     with pytest.raises(errors.UnknownOperationError, match=r"(?s)is not an operation.*test_library\.py"):
         torch.compile(lambda *x: attend(*x, UNKNOWN[name]), backend="eager")(*inputs(16))

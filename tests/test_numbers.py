@@ -182,7 +182,7 @@ def test_a_score_mod_reads_its_number_at_each_call(backend: str, way: str, form:
         assert near(attend(*tensors), truth(*tensors, score_mod)), value
 
 
-@pytest.mark.covering(1, costly=("compiled",))
+@pytest.mark.covering(1, long=1, costly=("compiled",))
 @pytest.mark.parametrize(("backend", "way", "form"), cases(MASKS, (*BREAKING, "table")))
 @torch.no_grad()
 def test_a_mask_mod_reads_its_number_at_each_call(backend: str, way: str, form: str) -> None:
@@ -195,7 +195,7 @@ def test_a_mask_mod_reads_its_number_at_each_call(backend: str, way: str, form: 
         assert near(attend(*tensors), truth(*tensors, None, mask_mod)), value
 
 
-@pytest.mark.covering(1, costly=("compiled",))
+@pytest.mark.covering(1, long=1, costly=("compiled",))
 @pytest.mark.parametrize(("backend", "way", "change"), cases(CHANGES, ("swap",)))
 @torch.no_grad()
 def test_every_change_of_a_number_is_seen(backend: str, way: str, change: str) -> None:

@@ -607,7 +607,13 @@ def test_below_the_wrappers_of_a_transform(made: Callable[[Tensor], Tensor]) -> 
 @pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("place", ["query", "value"])
 @pytest.mark.parametrize(
-    "kind", long_but({"negative"}, ["negative", "wrapper", "asynchronous", "parameter"])
+    "kind",
+    [
+        "negative",
+        pytest.param("wrapper", marks=pytest.mark.long),
+        pytest.param("asynchronous", marks=pytest.mark.every),
+        pytest.param("parameter", marks=pytest.mark.every),
+    ],
 )
 def test_compiled(kind: str, place: str) -> None:
     torch._dynamo.reset()

@@ -113,7 +113,7 @@ def test_a_list_that_is_assigned(name: str, mode: str, form: str, backend: str) 
     same(case.backward(out), wanted)
 
 
-@pytest.mark.covering(1, costly=("compiled",))
+@pytest.mark.covering(1, long=1, costly=("compiled",))
 @ON_BACKENDS
 @IN_FORMS
 @pytest.mark.parametrize(("name", "mode"), LISTED)
@@ -159,7 +159,7 @@ ASSIGNED: dict[str, Callable[[BlockMask], None]] = {
 }
 
 
-@pytest.mark.covering(1, costly=("compiled",))
+@pytest.mark.covering(1, long=1, costly=("compiled",))
 @ON_BACKENDS
 @IN_MODES
 @IN_FORMS

@@ -84,10 +84,10 @@ def test_workers_refuse_tests_that_run_alone(arguments: list[str], ends: str, tm
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone")
     (tmp_path / "test_pools.py").write_text(POOLS)
     (tmp_path / "conftest.py").write_text(HOOK)
+    environment = {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)}, capture_output=True,
-        text=True, timeout=100,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", *arguments],
+        cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     last = done.stdout.splitlines()[-1]
     assert last.startswith(ends + " in "), done.stdout

@@ -918,9 +918,9 @@ MADE: dict[str, Callable[[Any, Tensor], BlockMask]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"), [*((name, False) for name in MADE), ("mask", True), ("offset", True)]
-)
+@pytest.mark.covering(1, long=1, costly=(True,))
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", MADE)
 @torch.inference_mode()
 def test_writes_of_inference_mode_count(name: str, compiled: bool) -> None:
     """torch counts no writes to a tensor of inference mode, such as the position of a decoder's token."""
