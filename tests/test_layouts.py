@@ -148,6 +148,7 @@ def test_in_a_compiled_graph(options: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert placed and (all(placed) or options is None)
 
 
+@pytest.mark.long
 def test_a_mistake_in_a_compiled_graph() -> None:
     compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, layout="bshd"), backend="eager")
     q, k, v = inputs()
