@@ -83,6 +83,12 @@ def covering(
     return found
 
 
-def long_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Values for `parametrize`; all but `kept` are marked `long`."""
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
+def long_but(
+    kept: Collection[Any], values: Iterable[Any], longer: Collection[Any] | None = None
+) -> list[Any]:
+    """Values for `parametrize`; all but `kept` are marked `long`, or `every` if `longer` lacks them."""
+
+    def tier(value: Any) -> pytest.MarkDecorator:
+        return pytest.mark.long if longer is None or value in longer else pytest.mark.every
+
+    return [value if value in kept else pytest.param(value, marks=tier(value)) for value in values]
