@@ -35,8 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if "FLEXMOD_CACHE_DIR" not in os.environ:
-        folder = tempfile.mkdtemp(prefix="flexmod-tests-")
-        config.stash[CACHE_FOLDER] = os.environ["FLEXMOD_CACHE_DIR"] = folder
+        config.stash[CACHE_FOLDER] = folder = tempfile.mkdtemp(prefix="flexmod-tests-")
+        # Hypothesis would parse every generated module for its numbers, but none below a folder of this name
+        os.environ["FLEXMOD_CACHE_DIR"] = str(Path(folder, "tests"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
