@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -123,6 +124,18 @@ def switch() -> Iterator[Callable[[str, object], None]]:
 
         yield set_to
     switches.config.cache_clear()
+
+
+@pytest.fixture
+def timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compare` and `bench` run what they time once, not up to 50 times."""
+
+    def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+
+    monkeypatch.setattr("flexmod.tools.comparison.median_ms", milliseconds)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from flexmod.tools.mod_names import ON_GPU, usual_setting
 SMALL = {"batch": 1, "heads": 2, "seq": 256, "dim": 16, "device": "cpu", "show": False}
 
 
+@pytest.mark.usefixtures("timed_once")
 @pytest.mark.parametrize("name", NAMED)
 def test_every_name_agrees_with_its_reference(name: str) -> None:
     comparison = compare(name, **SMALL)
@@ -69,6 +70,7 @@ def test_rates_count_the_tiles_that_are_kept() -> None:
         assert timing.backward_tflops * timing.backward_ms == pytest.approx(10e-9 * share * pairs)
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_a_function_of_the_caller() -> None:
     def every_second(b, h, q_idx, kv_idx):
         return (q_idx - kv_idx) % 2 == h
@@ -79,6 +81,7 @@ def test_a_function_of_the_caller() -> None:
     assert comparison.agrees, str(comparison)
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_a_mask_and_a_score_mod_together() -> None:
     comparison = compare(
         lambda b, h, q_idx, kv_idx: q_idx >= kv_idx,
@@ -100,6 +103,7 @@ def test_two_mods_of_a_kind_are_refused() -> None:
         compare("causal", score_mod=masks.causal(), **SMALL)
 
 
+@pytest.mark.usefixtures("timed_once")
 @pytest.mark.parametrize("name", ["alibi", "sandwich", "by_entry"])
 def test_a_reference_of_few_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long sequence leaves memory for some heads of one batch entry, and mods may be made for all."""
@@ -122,6 +126,7 @@ def test_sizes_that_are_none(name: str, value: object) -> None:
         compare("causal", **{**SMALL, name: value})
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_rows_with_nothing_to_attend_to() -> None:
     comparison = compare(lambda b, h, q_idx, kv_idx: (q_idx > 40) & (q_idx >= kv_idx), **SMALL)
     assert comparison.agrees, str(comparison)
@@ -140,6 +145,7 @@ def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "DIFFERS" in str(comparison)
 
 
+@pytest.mark.usefixtures("timed_once")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     comparison = compare("sliding_window", dtype=dtype, **SMALL)
@@ -168,6 +174,7 @@ def test_an_unknown_name() -> None:
         compare("causual")
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_names_with_parameters() -> None:
     comparison = compare("causal & sliding_window(40)", score_mod="softcap:15", **SMALL)
     assert comparison.name == "causal & sliding_window(40) with softcap:15"
