@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from flexmod import create_block_mask, flex_attention
 
-LENGTH = 33
-DOCUMENTS = torch.arange(LENGTH) // 10
+LENGTH = 20
+DOCUMENTS = torch.arange(LENGTH) // 9
 
 
 class BiasedAttention(nn.Module):

@@ -110,7 +110,7 @@ CASES = {
     "a mask of heads": Few(m=2, mods=of_heads, told_apart=8, group=1),
     "the same mask for all heads": Few(m=2, mods=last, told_apart=8),
     "stripes": Few(n=1300, mods=stripes, block=(128, 64)),
-    "stripes of small blocks": Few(m=20, n=900, mods=stripes, block=(16, 64), rows=32, group=1),
+    "stripes of small blocks": Few(m=20, n=600, heads=4, mods=stripes, block=(16, 64), rows=32, group=1),
     "dead rows": Few(m=3, n=900, mods=dead),
     "ALiBi": Few(mods=alibi, m=2, dtype=BRAIN),
     "table": Few(mods=table, m=2),

@@ -19,7 +19,7 @@ import flexmod
 from flexmod import create_block_mask, create_mask, flex_attention
 from flexmod.ir.record import Recorded, encoded
 
-SIZES = (1, 4, 24, 40)
+SIZES = (1, 2, 24, 40)
 ON_CPU = ("AUTO", "INTERPRET", "REFERENCE")
 
 
@@ -52,7 +52,8 @@ def test_a_score_is_what_torch_makes_of_it(name: str, backend: str) -> None:
 @pytest.mark.parametrize("name", ["divided", "hashed", "hashed_in_steps", "far_turns", "denormal_divisor"])
 def test_in_a_compiled_graph(name: str) -> None:
     q, k, v = inputs()
-    found = torch.compile(lambda q, k, v: flex_attention(q, k, v, MODS[name]))(q, k, v)
+    backend = "inductor" if name == "divided" else "aot_eager"
+    found = torch.compile(lambda q, k, v: flex_attention(q, k, v, MODS[name]), backend=backend)(q, k, v)
     torch.testing.assert_close(found, attended(MODS[name], q, k, v), rtol=1e-5, atol=2e-6)
 
 
@@ -85,7 +86,7 @@ def test_gradients(name: str, backend: str) -> None:
 
 # assignments with an operator
 
-small = torch.arange(4 * 24 * 40).view(SIZES[1:]).to(torch.int8)
+small = torch.arange(2 * 24 * 40).view(SIZES[1:]).to(torch.int8)
 halves = 100 * torch.rand(SIZES[1:], generator=torch.Generator().manual_seed(3)).half()
 rows = halves[..., :3].contiguous()
 
@@ -170,7 +171,7 @@ def third(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.parametrize("kind", ["eager", "handle", "compiled"])
 def test_the_default_dtype_is_part_of_a_trace(kind: str) -> None:
     q, k, v = inputs()
-    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, third))
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, third), backend="aot_eager")
     seen = []
     try:
         for dtype in (torch.float32, torch.float64, torch.float32):

@@ -209,7 +209,7 @@ def test_torchs_block_mask_works_too(options: Any) -> None:
 
 
 @BACKENDS
-@pytest.mark.parametrize(("B", "H"), [(None, None), (2, None), (None, 3), (2, 3)])
+@pytest.mark.parametrize(("B", "H"), [(None, None), (2, None), (None, 2), (2, 2)])
 def test_a_mask_is_broadcast(options: Any, B: int | None, H: int | None) -> None:
     def mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         kept = q_idx >= kv_idx
@@ -217,7 +217,7 @@ def test_a_mask_is_broadcast(options: Any, B: int | None, H: int | None) -> None
             kept = kept & (kv_idx >= 5 * b)
         return kept & (kv_idx != h) if H else kept
 
-    case = make_case(batch=2, heads=3, q_len=40)
+    case = make_case(batch=2, q_len=40)
     check(case, None, block_mask(mod, 40, B=B, H=H), kernel_options=options)
 
 
@@ -265,7 +265,7 @@ def test_a_new_value_of_a_closure_compiles_nothing(monkeypatch: pytest.MonkeyPat
 
     case = make_case(q_len=33)
     counts = []
-    for reach, slope in ((5, 0.5), (9, 0.25), (2, 0.75), (0, 1.5), (40, -2.0)):
+    for reach, slope in ((5, 0.5), (9, 0.25), (0, 1.5), (40, -2.0)):
         check(case, window(reach, slope), kernel_options=INTERPRET)
         counts.append(len(loaded))
     assert counts[0] > 0

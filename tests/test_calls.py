@@ -141,9 +141,9 @@ def test_one_tensor_three_times_and_then_three(seen: Seen) -> None:
 
 def test_a_backward_with_other_needs(seen: Seen) -> None:
     mask = block_mask()
-    warm(inputs(True), None, mask)
+    warm(inputs(True, heads=1), None, mask)
     for wanted in ((0,), (1,), (2,), (0, 2)):
-        tensors = tuple(x.requires_grad_(n in wanted) for n, x in enumerate(inputs()))
+        tensors = tuple(x.requires_grad_(n in wanted) for n, x in enumerate(inputs(heads=1)))
         warm(tensors, None, mask)
 
 
@@ -390,7 +390,7 @@ def test_a_mask_that_is_changed(seen: Seen) -> None:
 
 
 def test_masks_that_differ_in_values_alone(seen: Seen) -> None:
-    tensors, one = inputs(True), torch.ones(1, 1, 2).int()
+    tensors, one = inputs(True, heads=1), torch.ones(1, 1, 2).int()
     for end in (7, 9, 11):
         close(tensors, None, block_mask(masks.document((torch.arange(LENGTH) >= end).int())))
     assert seen.anew == 1

@@ -20,7 +20,7 @@ from flexmod.ir.trace import trace
 
 @pytest.mark.parametrize("name", CASES)
 def test_programs_share_the_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(monkeypatch, 40)
+    fill(monkeypatch, 16)
     check(name, "cpu", True, monkeypatch, BACKEND="INTERPRET")
 
 

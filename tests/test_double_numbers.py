@@ -65,10 +65,10 @@ def test_a_mask_of_a_constant(mask_mod: Any, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("make", MASKS.values(), ids=MASKS)
 def test_the_tiles_of_a_number_that_changes(make: Callable[[float], Any]) -> None:
     for number in NUMBERS:
-        layout = MaskLayout(SIZES, (1, 1), torch.device("cpu"), True)
+        layout = MaskLayout((1, 1, 16, 16), (1, 1), torch.device("cpu"), True)
         runs = generated.build(trace(make(number), "mask"), layout, interpreted=True)["kv"]
         assert runs is not None
-        assert torch.equal(runs.table(32)[0, 0] > 0, eager(make(number))), number
+        assert torch.equal(runs.table(16)[0, 0] > 0, eager(make(number))[:16, :16]), number
 
 
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
+from tiers import long_but
 from torch import Tensor
 
 from flexmod import create_block_mask, create_mask, errors, flex_attention
@@ -89,13 +90,18 @@ MASKS: dict[str, Made] = {
 
 
 def qkv() -> list[Tensor]:
-    return [torch.randn(2, 2, LENGTH, 16, requires_grad=True) for _ in range(3)]
+    return [torch.randn(2, 1, LENGTH, 16, requires_grad=True) for _ in range(3)]
 
 
 # interpreted kernels have the same scalars as all others: a few names stand for them in the quick tests
 CASES = [(name, ("REFERENCE", None, "INTERPRET")) for name in ("distance", "@ of a frame", "stack")]
 CASES += [(name, ("REFERENCE", None)) for name in SCORES if name not in dict(CASES)]
-LONG = [pytest.param(name, ("REFERENCE", "INTERPRET"), marks=pytest.mark.long) for name, _ in CASES[3:]]
+LONG = [
+    pytest.param(
+        name, ("REFERENCE", "INTERPRET"), marks=pytest.mark.every if number % 3 else pytest.mark.long
+    )
+    for number, (name, _) in enumerate(CASES[3:])
+]
 
 
 @pytest.mark.parametrize(("name", "backends"), [*CASES, *LONG])
@@ -137,7 +143,7 @@ def test_masks(name: str) -> None:
 IN_GRAPHS = ("distance", "@ of a frame", "kept dimensions", "stack", "of integers", "a scalar beside bytes")
 
 
-@pytest.mark.parametrize("name", IN_GRAPHS)
+@pytest.mark.parametrize("name", long_but({"distance", "stack", "of integers"}, IN_GRAPHS))
 def test_in_a_compiled_graph(name: str) -> None:
     torch._dynamo.reset()
     inputs, captured = qkv(), tensors()
