@@ -54,6 +54,7 @@ def check(mask_mod, sizes, block, separate=True):
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block", [(64, 64), (100, 48)])
 @pytest.mark.parametrize("name", ZOO)
 def test_equal_to_the_other_path(name, block):
@@ -165,7 +166,10 @@ OF_A_NUMBER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("make", long_but({steep, of_documents, of_both}, OF_A_NUMBER))
+QUICK, LONG = {steep, of_documents, of_both}, {window, clamped, chunked, up_to_a_half}
+
+
+@pytest.mark.parametrize("make", long_but(QUICK, OF_A_NUMBER, LONG))
 def test_a_number_that_changes(make, monkeypatch):
     """The analysis of other numbers is used again; the tiles are the same as with constants."""
     monkeypatch.setattr(compiler, "CONSTANTS", compiler.Constants())
@@ -179,7 +183,7 @@ def test_a_number_that_changes(make, monkeypatch):
         return start(source, name, device, grid, arguments)
 
     monkeypatch.setattr(launch, "start", watch)
-    sizes, numbers = (1, 2, 200, 190), (40, 3, 2**20, 0, -40, 41)
+    sizes, numbers = (1, 2, 100, 90), (40, 3, 2**20, 0, -40, 41)
     changing = []
     for number in numbers:
         check(make(number), sizes, (16, 16))

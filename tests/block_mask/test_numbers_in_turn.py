@@ -32,8 +32,8 @@ Number = bool | int | float
 
 # By test id, in the order in which the masks have them.
 INTEGERS: dict[str, tuple[Number, ...]] = {
-    "to the ends of int32 and int64": (40, 41, 0, -3, 2**31 - 1, 2**31, 2**63 - 1),
-    "from beyond int32": (2**31 + 1, 5, -(2**63), 2**40, -(2**31) - 1, 2**30 + 1, 20),
+    "to the ends of int32 and int64": (40, 0, -3, 2**31 - 1, 2**31, 2**63 - 1),
+    "from beyond int32": (2**31 + 1, 5, -(2**63), 2**40, -(2**31) - 1, 2**30 + 1),
 }
 EXPONENTS: dict[str, tuple[Number, ...]] = {
     "small first": (2, 0, 5, 31, 64, 2**40), "large later": (3, 1, 63, 2**31, -1)
@@ -141,28 +141,28 @@ def check(make: Callable[[Number], Any], numbers: Sequence[Number]) -> None:
     assert taken > 2
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 1)
 @pytest.mark.parametrize("numbers", INTEGERS.values(), ids=INTEGERS)
 @pytest.mark.parametrize("text", WHOLE.values(), ids=WHOLE)
 def test_whole_numbers(text: str, numbers: Sequence[Number]) -> None:
     check(maker(text), numbers)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 1)
 @pytest.mark.parametrize("numbers", INTEGERS.values(), ids=INTEGERS)
 @pytest.mark.parametrize("text", DIVIDED.values(), ids=DIVIDED)
 def test_divisors(text: str, numbers: Sequence[Number]) -> None:
     check(maker(text), [n for n in numbers if n])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 1)
 @pytest.mark.parametrize("numbers", EXPONENTS.values(), ids=EXPONENTS)
 @pytest.mark.parametrize("text", POWERS.values(), ids=POWERS)
 def test_powers(text: str, numbers: Sequence[Number]) -> None:
     check(maker(text), numbers)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 1)
 @pytest.mark.parametrize("numbers", FLOATS.values(), ids=FLOATS)
 @pytest.mark.parametrize("text", FLOATING.values(), ids=FLOATING)
 def test_floats(text: str, numbers: Sequence[Number]) -> None:

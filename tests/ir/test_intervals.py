@@ -59,7 +59,7 @@ def assert_sound(traced: Traced, sizes: Sizes, block: tuple[int, int]) -> None:
     assert not (certain & ~possible).any(), axes.analysis.bounds
 
 
-@settings(max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=80, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)
 @given(random_masks(), st.integers(1, 30), st.integers(1, 30), st.integers(1, 9), st.integers(1, 9))
 def test_no_tile_of_a_random_mask_is_called_empty_or_full_that_is_not(
     traced: Traced, queries: int, keys: int, block_q: int, block_kv: int
