@@ -65,7 +65,12 @@ def test_it_is_a_mod_like_any() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "template"), [("sm_80", "portable"), ("sm_90", "hopper"), ("gfx942", "portable")]
+    ("target", "template"),
+    [
+        ("sm_80", "portable"),
+        pytest.param("sm_90", "hopper", marks=pytest.mark.long),
+        ("gfx942", "portable"),
+    ],
 )
 def test_the_instruction_is_in_the_kernel(target: str, template: str) -> None:
     """Once for each element of a tile, in the loops of full and of partial tiles."""

@@ -69,6 +69,7 @@ TRANSCRIPTS = [match for match in BLOCK.finditer(PAGE.read_text()) if match[1] !
 COMPILED = ("$ flexmod build", "$ flexmod warm")  # for several chips
 
 
+@pytest.mark.usefixtures("timed_once")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page shows a machine without a GPU")
 @pytest.mark.parametrize(
     "place",
@@ -105,6 +106,7 @@ def test_every_command_has_a_section_and_a_file() -> None:
     assert files == {"__init__", "options", *(file for file, _ in COMMANDS.values())}
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "causal", "softcap", *SIZES]) == 0
     printed = capsys.readouterr()
@@ -123,6 +125,7 @@ def test_the_command_compares_several(capsys: pytest.CaptureFixture[str]) -> Non
     assert printed.err.endswith("\nnext: flexmod bench causal softcap --plot chart.png\n")
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_a_comparison_that_differs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +257,7 @@ def test_build_says_what_is_slow(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert [row["problem"] for row in rows] == ["fits; its matrix instructions are serialized"] * 2
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_bench_plots(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     lengths = ["--seq", "64", "--seq", "128"]
@@ -281,6 +285,7 @@ def test_a_bench_counts_from_causal_sdpa_of_the_same_length() -> None:
     assert note == "speed-up: over SDPA causal of the same length"
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_bench_times_causal_sdpa_once_a_length(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--heads", "1", "--dim", "16", "--device", "cpu", "--seq", "64", "--seq", "100"]
     assert main(["bench", "causal", "natten", "noop", *sizes, "--json"]) == 0
@@ -325,12 +330,12 @@ def test_a_terminal_has_colors_and_a_pipe_has_none(
         (["explain", "causal", "--score", "alibi:16"], "flexmod source causal --score alibi:16"),
         (["doctor"], "flexmod compare sliding_window document causal"),
         (
-            ["source", "causal", "--standalone", "-o", "a.py"],
+            ["source", "causal", "--dim", "16", "--standalone", "-o", "a.py"],
             "python a.py on a GPU, or TRITON_INTERPRET=1 python a.py",
         ),
         (["source", "causal"], ""),
         (
-            ["source", "causal", "--standalone", "-o", "my file.py"],
+            ["source", "causal", "--dim", "16", "--standalone", "-o", "my file.py"],
             "python 'my file.py' on a GPU, or TRITON_INTERPRET=1 python 'my file.py'",
         ),
         (["show", "causal", "--plot", "a.svg"], "open a.svg"),
@@ -347,16 +352,24 @@ def test_a_command_names_the_next_one(
 
 def test_a_pipe_without_a_character_for_tiles() -> None:
     """As on Windows, where it has a code page."""
-    command = [sys.executable, "-m", "flexmod", "show", "causal", "--seq", "256"]
-    environment = {**os.environ, "PYTHONIOENCODING": "cp1252"}
-    result = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    script = """
+import sys
+from flexmod.tools.cli import main
+sys.stdout.reconfigure(encoding="cp1252")
+sys.exit(main(["show", "causal", "--seq", "256"]))
+"""
+    result = forked.python(script)
     assert result.returncode == 0, result.stderr
-    assert b"\n????\n" in result.stdout.replace(b"\r", b"")
+    assert "\n????\n" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "unbuffered"),
-    [(["--version"], ""), (["show", "causal", "--seq", "256"], "1"), (["doctor"], "")],
+    [
+        (["--version"], ""),
+        (["show", "causal", "--seq", "256"], "1"),
+        pytest.param(["doctor"], "", marks=pytest.mark.long),
+    ],
 )
 def test_a_pipe_that_nobody_reads(arguments: list[str], unbuffered: str) -> None:
     """Status 1 would be the answer no."""

@@ -75,13 +75,24 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+def of_a_row(file: str, comment: str) -> tuple[str, str, dict[str, Any]]:
+    """The text, the file and the names of a mask mod."""
+    text = f"def mod(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx + shift[q_idx]  # {comment}\n"
+    return text, file, {"shift": torch.zeros(64, dtype=torch.int32)}
+
+
 @pytest.mark.parametrize(("file", "comment"), HOSTILE)
 def test_lines_and_files_stay_in_comments(file: str, comment: str, made: Callable[..., Any]) -> None:
-    """In a kernel's module, and in a file of its own."""
-    text = f"def mod(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx + shift[q_idx]  # {comment}\n"
-    mod = made(text, file, {"shift": torch.zeros(64, dtype=torch.int32)})
-    assert_harmless(explain(None, mod).source)
-    assert_harmless(standalone(None, mod, tiles=SMALL))
+    """In a kernel's module."""
+    assert_harmless(explain(None, made(*of_a_row(file, comment))).source)
+
+
+@pytest.mark.parametrize(("file", "comment"), HOSTILE[::4])
+def test_lines_and_files_stay_in_comments_of_a_standalone_file(
+    file: str, comment: str, made: Callable[..., Any]
+) -> None:
+    """The writer of a kernel's comments writes these too."""
+    assert_harmless(standalone(None, made(*of_a_row(file, comment)), tiles=SMALL))
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
@@ -119,7 +130,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_captures_of_any_name(name: str) -> None:
     """Keys of dictionaries and arguments of a partial are names too. They become identifiers."""
-    held = {name: torch.arange(40) // 7}
+    held = {name: torch.arange(20) // 7}
 
     def of_dictionary(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return held[name][q_idx] == held[name][kv_idx]
@@ -130,9 +141,9 @@ def test_captures_of_any_name(name: str) -> None:
     for mod in (of_dictionary, partial(of_partial, **held)):
         (capture,) = trace(mod, "mask").graph.captures
         assert re.fullmatch(r"[A-Za-z]\w*", capture.name, re.ASCII)
-        mask = create_block_mask(mod, None, None, 40, 40, device="cpu", BLOCK_SIZE=16)
-        q = torch.ones(1, 1, 40, 16)
-        v = torch.arange(40.0).view(1, 1, 40, 1).expand(1, 1, 40, 16).contiguous()
+        mask = create_block_mask(mod, None, None, 20, 20, device="cpu", BLOCK_SIZE=16)
+        q = torch.ones(1, 1, 20, 16)
+        v = torch.arange(20.0).view(1, 1, 20, 1).expand(1, 1, 20, 16).contiguous()
         out = flex_attention(q, q, v, block_mask=mask, kernel_options=INTERPRET)
         expected = flex_attention(q, q, v, block_mask=mask, kernel_options={"BACKEND": "REFERENCE"})
         torch.testing.assert_close(out, expected)
@@ -171,6 +182,7 @@ def test_captures_that_are_called_like_what_is_there(made: Callable[..., Any]) -
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("index", ["q_idx", "kv_idx", "q_idx - kv_idx + 40", "(q_idx * kv_idx) % 80"])
 @pytest.mark.parametrize("name", ["score_grad", "Score_Grad", "GRAD", "a" * 300])
 def test_gradients_of_captures_that_are_called_like_what_is_there(
@@ -181,7 +193,7 @@ def test_gradients_of_captures_that_are_called_like_what_is_there(
     table = torch.randn(80, requires_grad=True)
     text = f"def mod(score, b, h, q_idx, kv_idx):\n    return score * {name}[{index}]\n"
     mod = made(text, "names.py", {name: table})
-    q, grads = torch.randn(1, 1, 40, 16), []
+    q, grads = torch.randn(1, 1, 20, 16), []
     for options in (INTERPRET, {"BACKEND": "REFERENCE"}):
         out = flex_attention(q, q, q, mod, kernel_options=options)
         grads += torch.autograd.grad(out.square().sum(), table)
@@ -197,7 +209,8 @@ def test_a_file_of_captures_that_are_called_like_what_is_there(
     """It checks itself."""
     biased, kept = called_like_what_is_there(made)
     file = tmp_path / "attention.py"
-    file.write_text(standalone(biased, kept, tiles=SMALL, head_dim=16, dtype=torch.float32))
+    large = dict.fromkeys(KERNELS, Tile(128, 128, 4, 1))  # few of them, for the interpreter
+    file.write_text(standalone(biased, kept, tiles=large, head_dim=16, dtype=torch.float32))
     switches = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(file)]
     ran = subprocess.run(command, env=switches, capture_output=True, text=True, timeout=240)

@@ -179,7 +179,7 @@ for name in {flexmod._DEFINED_IN[module]!r}:
     assert pickle.loads(pickle.dumps(getattr(module, name))) is getattr(module, name)
 found = {{name for name in flexmod.__all__ if isinstance(getattr(flexmod, name), types.ModuleType)}}
 assert found == {{"errors", "masks", "mods"}}, found
-""", fresh=True)
+""")
 
 
 def test_type_checkers_see_the_public_names() -> None:

@@ -300,9 +300,9 @@ def test_a_file_before_a_call(tmp_path: Path) -> None:
 def test_options_that_ask_for_nothing_can_be_saved(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"head_dim": 32, "dtype": torch.bfloat16}
     wanted = flexmod.compile().save(tmp_path / "a.py", **sizes).read_text()
-    for name in ("deterministic", "bwd_deterministic", "tuned", "waves_per_eu"):
-        handle = flexmod.compile(kernel_options={name: 0})
-        assert handle.save(tmp_path / "b.py", **sizes).read_text() == wanted
+    names = ("deterministic", "bwd_deterministic", "tuned", "waves_per_eu")
+    handle = flexmod.compile(kernel_options=dict.fromkeys(names, 0))
+    assert handle.save(tmp_path / "b.py", **sizes).read_text() == wanted
     with pytest.raises(errors.NoPtxError, match="what it shows is for the CPU"):
         flexmod.compile(kernel_options={"tuned": False}, **sizes).ptx  # noqa: B018
     both = flexmod.compile(kernel_options={"bwd_deterministic": True, "deterministic": False})

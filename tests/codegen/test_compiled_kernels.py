@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 
 from flexmod.codegen import cache
@@ -38,21 +39,24 @@ def add_one(X, N, BLOCK: tl.constexpr):
 stand_in_driver.install()
 kernel = cache.load(TEXT, "kernel").add_one
 {before}
-print("ready", flush=True)
-sys.stdin.readline()
+{wait}
 kernel.warmup(torch.zeros(64), 64, BLOCK=64, grid=(1,))
 print(stand_in_driver.count())
 """
 
 
+WAIT = 'print("ready", flush=True)\nsys.stdin.readline()'
+
+
+def script_and_environment(folder: Path, before: str, wait: str) -> tuple[str, dict[str, str]]:
+    script = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests"), before=before, wait=wait)
+    folders = {"FLEXMOD_CACHE_DIR": str(folder / "flexmod"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    return script, {**os.environ, **folders}
+
+
 def start(folder: Path, before: str = "") -> subprocess.Popen[str]:
     """A process that compiles a kernel when it gets a line, and prints how many it compiled."""
-    environment = {
-        **os.environ,
-        "FLEXMOD_CACHE_DIR": str(folder / "flexmod"),
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-    }
-    script = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests"), before=before)
+    script, environment = script_and_environment(folder, before, WAIT)
     process = subprocess.Popen(
         [sys.executable, "-c", script], env=environment, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -75,7 +79,15 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return int(out), complaints
 
 
-def compiles(folder: Path, count: int, before: str = "") -> list[int]:
+def alone(folder: Path, before: str = "") -> tuple[int, str]:
+    """How many kernels a process compiles that no other waits for, and what it complains of."""
+    script, environment = script_and_environment(folder, before, "")
+    done = forked.python(script, env=environment)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout), done.stderr
+
+
+def compiles(folder: Path, count: int, before: str) -> list[int]:
     processes = [start(folder, before) for _ in range(count)]
     for process in processes:
         go(process)
@@ -108,18 +120,14 @@ def test_a_folder_that_takes_no_locks(tmp_path: Path) -> None:
     """Each goes on alone, without a word: the lock saves work and nothing else."""
     (tmp_path / "flexmod").mkdir()
     (tmp_path / "flexmod" / "locks").touch()
-    process = start(tmp_path)
-    go(process)
-    assert finish(process) == (1, "")
+    assert alone(tmp_path) == (1, "")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("error", ["ENOLCK", "EOPNOTSUPP"])
 def test_a_file_system_without_locks(error: str, tmp_path: Path) -> None:
     refuse = f"import errno, fcntl\ndef refuse(*_): raise OSError(errno.{error}, '')\nfcntl.flock = refuse"
-    process = start(tmp_path, refuse)
-    go(process)
-    assert finish(process) == (1, "")
+    assert alone(tmp_path, refuse) == (1, "")
 
 
 @pytest.mark.long
@@ -138,15 +146,13 @@ def test_a_killed_process_lets_go(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_who_waits_too_long_goes_on_alone(tmp_path: Path) -> None:
-    process = start(tmp_path, "compiled_kernels.PATIENCE = 0.1")
     locks = tmp_path / "flexmod" / "locks"
     locks.mkdir(parents=True)
     held = [os.open(locks / f"{number:02x}", os.O_RDWR | os.O_CREAT) for number in range(256)]
     try:
         for file in held:
             fcntl.flock(file, fcntl.LOCK_EX)
-        go(process)
-        count, complaints = finish(process)
+        count, complaints = alone(tmp_path, "compiled_kernels.PATIENCE = 0.1")
     finally:
         for file in held:
             os.close(file)
@@ -243,7 +249,7 @@ def test_a_forked_child_keeps_no_lock(where: str, tmp_path: Path) -> None:
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `flexmod warm` leaves of one kernel, copied from where it was compiled; that folder is gone."""
     folder = tmp_path_factory.mktemp("shipped")
-    assert compiles(folder / "here", 1) == [1]
+    assert alone(folder / "here")[0] == 1
     shutil.copytree(folder / "here" / "triton", folder / "flexmod" / "compiled")
     shutil.rmtree(folder / "here")
     return folder / "flexmod"
@@ -258,24 +264,24 @@ def moved(shipped: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.long
 def test_a_folder_that_was_moved_serves(moved: Path) -> None:
-    assert compiles(moved, 2) == [0, 0]
+    assert [alone(moved)[0] for _ in range(2)] == [0, 0]
 
 
 @pytest.mark.long
 def test_a_moved_cache_of_tritons_own_does_not(moved: Path) -> None:
     """Why the folder is not simply Triton's own: its notes have absolute paths."""
     (moved / "flexmod" / "compiled").rename(moved / "triton")
-    assert compiles(moved, 1) == [1]
+    assert alone(moved)[0] == 1
 
 
 @pytest.mark.long
 def test_a_folder_is_moved_again(moved: Path, tmp_path: Path) -> None:
-    assert compiles(moved, 1) == [0]
+    assert alone(moved)[0] == 0
     (moved / "flexmod" / "compiled").rename(tmp_path / "away")
-    assert compiles(moved, 1) == [1]  # Triton's notes lead nowhere
+    assert alone(moved)[0] == 1  # Triton's notes lead nowhere
     shutil.rmtree(moved / "triton")
     (tmp_path / "away").rename(moved / "flexmod" / "compiled")
-    assert compiles(moved, 1) == [0]
+    assert alone(moved)[0] == 0
 
 
 @pytest.mark.long
@@ -283,7 +289,7 @@ def test_a_damaged_folder_is_compiled_again(moved: Path) -> None:
     for path in (moved / "flexmod" / "compiled").rglob("*.json"):
         path.unlink()
     (moved / "flexmod" / "compiled" / "stray").touch()
-    assert compiles(moved, 1) == [1]
+    assert alone(moved)[0] == 1
 
 
 @pytest.mark.long
@@ -292,9 +298,7 @@ def test_a_cache_of_tritons_that_cannot_be_written(moved: Path) -> None:
         "import errno\ndef refuse(*_): raise PermissionError(errno.EACCES, 'Permission denied')\n"
         "compiled_kernels.add_compiled = refuse"
     )
-    process = start(moved, blocked)
-    go(process)
-    count, complaints = finish(process)
+    count, complaints = alone(moved, blocked)
     assert count == 1
     assert (
         f"RuntimeWarning: flexmod cannot use the compiled kernels of {moved / 'flexmod' / 'compiled'} "

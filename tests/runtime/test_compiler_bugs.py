@@ -139,7 +139,7 @@ def test_serialized_products(given: dict[str, Any], warning: str | None, losses:
 @pytest.mark.long
 def test_a_report_has_the_numbers_of_the_machine_code(tmp_path: Path) -> None:
     """They come from a run of ptxas of its own, which must be as Triton's was."""
-    report = product(dim=256, touched=True, maxnreg=168)
+    report = product(dim=256, maxnreg=168)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(report.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
@@ -187,6 +187,7 @@ def that_prints(ptx: str) -> str:
     return f"{before}{call}\nret;{after}"
 
 
+@pytest.mark.covering(1, 1)
 @pytest.mark.parametrize(
     ("change", "flags", "warnings", "losses"),
     [

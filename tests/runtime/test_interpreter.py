@@ -402,7 +402,7 @@ def test_quicker_checks_change_no_result(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(interpreter, "quicken", lambda *modules: None)
     plain = interpreter._load_language.__wrapped__()  # type: ignore[attr-defined]
     names = ("int1", "int8", "int32", "int64", "uint8", "uint32") + ("fp16", "bf16", "fp32", "fp64")
-    operations = (operator.add, operator.mul, operator.truediv, operator.and_, operator.lt)
+    operations = (operator.add, operator.truediv, operator.and_, operator.lt)
 
     def result(tl: Any, operation: Callable[[Any, Any], Any], a: Any, b: Any) -> str:
         a, b = (tl.full(x[1], 3, tl.dtype(x[0])) if isinstance(x, tuple) else x for x in (a, b))
@@ -412,7 +412,7 @@ def test_quicker_checks_change_no_result(monkeypatch: pytest.MonkeyPatch) -> Non
             return f"{type(error).__name__} {error}"
         return f"{c.type} {c.shape} {c.dtype} {c.handle.data.dtype} {c.handle.data.tolist()}"
 
-    blocks, numbers = list(product(names, ([], [4], [2, 1]))), (2, -2, 2.5)
+    blocks, numbers = [*product(names, ([], [4])), ("int32", [2, 1]), ("fp32", [2, 1])], (2, -2, 2.5)
     pairs = [*product(blocks, (*blocks, *numbers)), *product(numbers, blocks)]
     for operation, pair in product(operations, pairs):
         assert result(quick.tl, operation, *pair) == result(plain.tl, operation, *pair), pair

@@ -544,19 +544,23 @@ def test_a_launcher_is_built_before_its_kernel_is_known(options: str, tmp_path: 
     python(tmp_path, body, options=options)
 
 
-def test_threads_that_want_the_same_kernel_compile_it_once(tmp_path: Path) -> None:
-    body = """
+@pytest.mark.parametrize("grad", long_but({False}, [False, True]))
+def test_threads_that_want_the_same_kernel_compile_it_once(grad: bool, tmp_path: Path) -> None:
+    """That of a forward; with gradients those of a backward too."""
+    body = f"""
     from triton.compiler import compiler
     from triton.experimental.gluon import _runtime
     import time
     make = _runtime.GluonASTSource.make_ir
     _runtime.GluonASTSource.make_ir = lambda *given: (time.sleep(0.5), make(*given))[1]
-    work = [threading.Thread(target=lambda: attend()) for _ in range(4)]
+    def call():
+        with torch.set_grad_enabled({grad}): attend()
+    work = [threading.Thread(target=call) for _ in range(4)]
     [thread.start() for thread in work]
     [thread.join() for thread in work]
 """
     found, *_ = python(tmp_path, body)
-    assert sorted(name for name, *_ in found) == HOPPER
+    assert sorted(name for name, *_ in found) == (HOPPER if grad else ["forward_kernel"])
 
 
 BUILD = """
@@ -571,14 +575,16 @@ BUILD = """
 """
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("mask", "kernels"),
     [
-        ("masks.causal()", ["elements", "runs", "squares"]),
-        ("masks.document(ids, causal=True)", ["elements", "order", "runs", "squares", "terms"]),
+        pytest.param("masks.causal()", ["elements", "runs", "squares"], marks=pytest.mark.every),
+        pytest.param(
+            "masks.document(ids, causal=True)", ["elements", "order", "runs", "squares", "terms"],
+            marks=pytest.mark.long,
+        ),
     ],
-)
+)  # fmt: skip
 def test_kernels_that_build_a_mask(mask: str, kernels: list[str], tmp_path: Path) -> None:
     """Before the first is launched; their launches find them all."""
     found, launchers, launched = python(tmp_path, BUILD.format(mask=mask))
