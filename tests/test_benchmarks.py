@@ -197,12 +197,12 @@ def test_a_cold_start_without_a_gpu(tmp_path):
 def test_checkouts_take_turns_without_a_gpu(tmp_path):
     """What fails in one checkout, here a row that it does not know, leaves the other rows."""
     here = str(Path(__file__).parents[1])
-    options = ["--rows", "nothing", "--rows", "causal", "--rounds", "3", "--prepare", "1", "--cpu-smoke"]
+    options = ["--rows", "nothing", "--rows", "causal", "--rounds", "2", "--prepare", "1", "--cpu-smoke"]
     done = CliRunner().invoke(checkouts.main, [here, here, *options, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "nothing: ['--worker'" in done.output and "StopIteration" in done.output
     results = json.loads((tmp_path / "checkouts.json").read_text())
-    assert list(results) == ["causal"] and [len(rounds) for rounds in results["causal"]] == [3, 3]
+    assert list(results) == ["causal"] and [len(rounds) for rounds in results["causal"]] == [2, 2]
     assert all(times[way] > 0 for rounds in results["causal"] for times in rounds for way in checkouts.WAYS)
 
 

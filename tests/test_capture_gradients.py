@@ -36,12 +36,12 @@ def small_case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tens
     return case.inputs
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 1)
 @MASKS
 @pytest.mark.parametrize("name", LEARNED)
 def test_gradcheck(name: str, mask_mod: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of q, k, v and what is learned, through out and lse, with grouped heads and in several steps."""
-    monkeypatch.setattr(blocks, "BUDGET", 100)
+    monkeypatch.setattr(blocks, "BUDGET", 250)
     make, shapes = LEARNED[name]
     mask = mask_of(mask_mod)
 

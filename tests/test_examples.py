@@ -66,12 +66,12 @@ def test_training_learns(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # products are small here: on a busy machine threads would wait for each other
     try:
-        result = load("train_learned_bias", monkeypatch).main("cpu", "small", 40, str(picture))
+        result = load("train_learned_bias", monkeypatch).main("cpu", "small", 25, str(picture))
     finally:
         torch.set_num_threads(threads)
     assert result.losses[0] == result.losses_without[0]
     assert sum(result.losses[-5:]) < sum(result.losses_without[-5:]) < 0.8 * sum(result.losses[:5])
-    assert result.slopes.shape == (40, 2, 4) and bool((result.slopes[-1] != 0).all())
+    assert result.slopes.shape == (25, 2, 4) and bool((result.slopes[-1] != 0).all())
     assert "slopes of layer 1" in capsys.readouterr().out
     assert picture.exists() == (importlib.util.find_spec("matplotlib") is not None)
 

@@ -33,13 +33,13 @@ from flexmod.ir import formulas, ops
 
 ON_GPU = ("triton", "hopper")
 NEW_KINDS = [kind for kind in KINDS if kind != "plain"]
-BUDGETS = (("cpu", 120), ("interpret", 5), ("python", 3))
+BUDGETS = (("cpu", 60), ("interpret", 4), ("python", 2))
 COPIED = ("score_mod", "mask_mod", "mask", "handle", "all")
 
 
 @pytest.mark.parametrize(
     ("backend", "programs"),
-    [("cpu", 30), *(pytest.param(*budget, marks=pytest.mark.long) for budget in BUDGETS)],
+    [("cpu", 12), *(pytest.param(*budget, marks=pytest.mark.long) for budget in BUDGETS)],
 )
 def test_a_fixed_budget(backend: str, programs: int) -> None:
     failed = []
@@ -50,7 +50,7 @@ def test_a_fixed_budget(backend: str, programs: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("backend", "programs", "most"), [("cpu", 12, None), ("interpret", 2, 1)])
+@pytest.mark.parametrize(("backend", "programs", "most"), [("cpu", 6, None), ("interpret", 1, 1)])
 def test_a_fixed_budget_of_each_kind(backend: str, programs: int, most: int | None) -> None:
     """In another process, which a tensor that is not plain might end."""
     groups = [[Job(backend, 0, number, kind, most) for number in range(programs)] for kind in NEW_KINDS]
@@ -60,14 +60,14 @@ def test_a_fixed_budget_of_each_kind(backend: str, programs: int, most: int | No
 
 
 def test_a_few_of_each_kind() -> None:
-    group = [Job("cpu", 0, number, kind) for kind in NEW_KINDS for number in range(3)]
+    group = [Job("cpu", 0, number, kind) for kind in NEW_KINDS for number in range(2)]
     for outcome in workers.run(run, [group], workers=1, case_seconds=200, total_seconds=250):
         assert not outcome.error, outcome
         assert not outcome.value.failed, script(*outcome.value.failed[0])
 
 
 @pytest.mark.parametrize(
-    ("backend", "examples"), [("cpu", 30), pytest.param("interpret", 4, marks=pytest.mark.long)]
+    ("backend", "examples"), [("cpu", 12), pytest.param("interpret", 3, marks=pytest.mark.long)]
 )
 def test_what_hypothesis_draws(backend: str, examples: int) -> None:
     """It looks for small and odd programs, and makes failing ones smaller."""

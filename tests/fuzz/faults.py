@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from flexmod.ir import bounds, ops
 from fuzz.jobs import Job, judged
 
-PROGRAMS = {"cpu": 8, "interpret": 2}
+PROGRAMS = {"cpu": 4, "interpret": 1}
 
 
 class Fault(NamedTuple):
