@@ -200,7 +200,13 @@ SERVED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "last"), [*((make, 2**29) for make in SERVED), (scaled, 63)])
+@pytest.mark.parametrize(
+    ("make", "last"),
+    [
+        *(pytest.param(make, 2**29, marks=[pytest.mark.long] * (n % 2)) for n, make in enumerate(SERVED)),
+        (scaled, 63),
+    ],
+)
 def test_a_number_that_changes_is_analyzed_no_more(make, last, monkeypatch):
     sizes = (1, 2, 100, 90)
     for number in (30, 31, 32, 33):
