@@ -255,7 +255,7 @@ def _by_rounded_distance(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (q_idx - kv_idx) * 100.37 % 7 < 4
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("backend", ["AUTO", "INTERPRET"])
 @pytest.mark.parametrize("mask", ["none", "inside", "torch"])
 def test_a_backward_under_another_default_dtype(mask: str, backend: str) -> None:

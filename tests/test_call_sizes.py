@@ -89,7 +89,7 @@ def rows(table: dict[str, tuple[Callable[..., Any], str]]) -> list[Any]:
     return [pytest.param(*row, id=name) for name, row in table.items()]
 
 
-@pytest.mark.covering(1, 1)  # calls are checked before a backend has them
+@pytest.mark.covering(1, long=1)  # calls are checked before a backend has them
 @pytest.mark.parametrize("options", BACKENDS, ids=lambda options: options.get("BACKEND", "CPU"))
 @pytest.mark.parametrize(("made", "known"), rows(SCORES))
 def test_score_mods(made: Callable[..., Any], known: str, options: dict[str, Any]) -> None:

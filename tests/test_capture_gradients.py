@@ -36,7 +36,7 @@ def small_case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tens
     return case.inputs
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @MASKS
 @pytest.mark.parametrize("name", LEARNED)
 def test_gradcheck(name: str, mask_mod: Any, monkeypatch: pytest.MonkeyPatch) -> None:

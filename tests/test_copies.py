@@ -44,7 +44,7 @@ from flexmod.ir.trace import trace
 SOME = {("handle", "module"), ("handle", "bshd"), ("block mask", "sliced"), ("score", "chain")}
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize(
     ("backend", "kind", "name"),
     [(backend, *case) for backend in BACKENDS for case in EVERY if backend == "cpu" or case in SOME],

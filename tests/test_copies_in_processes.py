@@ -151,7 +151,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_masks_of_other_graphs_in_one_compiled_model(backend: str, dynamic: bool | None) -> None:

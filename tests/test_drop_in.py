@@ -253,7 +253,7 @@ GRAPH_MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", GRAPH_MASKS)
 def test_a_compiled_create_block_mask_gives_a_block_mask(name: str, dynamic: bool) -> None:
@@ -311,7 +311,7 @@ def compiled(function: Any) -> tuple[Any, CompileCounterWithBackend]:
     return torch.compile(function, backend=counter, dynamic=True, fullgraph=True), counter
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("batches", [(2, 4, 6), (3, 5, 2)], ids=str)
 def test_another_batch_does_not_compile_again(batches: tuple[int, ...], batched: bool) -> None:

@@ -55,7 +55,7 @@ def test_an_empty_batch_with_a_mask(kv_batch: int) -> None:
     assert flexmod.flex_attention(query, key, key, block_mask=mask).shape == (0, 2, 8, 16)
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.timeout(120)  # blocks were walked to their end, 2^30 keys on
 @pytest.mark.parametrize("form", ["runs", "lists"])
 @pytest.mark.parametrize("block", [1 << 30, (1 << 30, 16), (16, 1 << 30), (304, 144)], ids=str)

@@ -72,7 +72,7 @@ def unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.covering(2, 2)
+@pytest.mark.covering(2, long=2)
 @EVERY_EDGE
 @EVERY_MOD
 @pytest.mark.parametrize("options", [None, REFERENCE], ids=["cpu", "reference"])
@@ -192,7 +192,7 @@ def test_layouts(options: Any, layout: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("options", [None, INTERPRET], ids=["cpu", "interpret"])
 @pytest.mark.parametrize("name", ["plain", "band", "infinite scores"])
 def test_no_buffer_of_all_scores(options: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

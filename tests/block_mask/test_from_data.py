@@ -284,7 +284,7 @@ SHORTER = {
 }
 
 
-@pytest.mark.covering(2, 2)
+@pytest.mark.covering(2, long=2)
 @pytest.mark.parametrize("backend", ["AUTO", "INTERPRET"])
 @pytest.mark.parametrize("lengths", [(80, 96), (70, 90), (70, 50), (64, 32)], ids=str)
 @pytest.mark.parametrize("name", SHORTER)

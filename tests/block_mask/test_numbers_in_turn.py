@@ -141,28 +141,28 @@ def check(make: Callable[[Number], Any], numbers: Sequence[Number]) -> None:
     assert taken > 2
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("numbers", INTEGERS.values(), ids=INTEGERS)
 @pytest.mark.parametrize("text", WHOLE.values(), ids=WHOLE)
 def test_whole_numbers(text: str, numbers: Sequence[Number]) -> None:
     check(maker(text), numbers)
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("numbers", INTEGERS.values(), ids=INTEGERS)
 @pytest.mark.parametrize("text", DIVIDED.values(), ids=DIVIDED)
 def test_divisors(text: str, numbers: Sequence[Number]) -> None:
     check(maker(text), [n for n in numbers if n])
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("numbers", EXPONENTS.values(), ids=EXPONENTS)
 @pytest.mark.parametrize("text", POWERS.values(), ids=POWERS)
 def test_powers(text: str, numbers: Sequence[Number]) -> None:
     check(maker(text), numbers)
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("numbers", FLOATS.values(), ids=FLOATS)
 @pytest.mark.parametrize("text", FLOATING.values(), ids=FLOATING)
 def test_floats(text: str, numbers: Sequence[Number]) -> None:

@@ -76,7 +76,7 @@ def test_tiles_on_the_cpu(name: str, table: str, first: int) -> None:
         assert torch.equal(found, by_hand(mask_mod, sizes, block)), (number, block)
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's own
 @pytest.mark.parametrize("number", [0.0, math.nan], ids=repr)
 @pytest.mark.parametrize("name", MASKS)

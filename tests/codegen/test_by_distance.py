@@ -154,7 +154,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("lengths", [(70, 70), (1, 70), (70, 1), (33, 75)], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_bits(name: str, lengths: tuple[int, int], switch: Any) -> None:

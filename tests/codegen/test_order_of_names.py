@@ -69,7 +69,7 @@ def test_what_counts_as_early() -> None:
     assert early(text) == ["f: b, line 5"]
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("positions", [None, STARTS], ids=["", "offsets"])
 @pytest.mark.parametrize("name", sorted(MODS))

@@ -133,7 +133,7 @@ MODS = {
 }
 
 
-@pytest.mark.covering(3, 3)
+@pytest.mark.covering(3, long=3)
 @pytest.mark.parametrize("spec", [HALF, SINGLE], ids=["half", "single"])
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("positive", [True, False])

@@ -168,7 +168,7 @@ def test_odd_entries_of_the_path(entry: object, monkeypatch: pytest.MonkeyPatch)
     assert run_in_second(partial(int, "1"))
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("name", ["select", "flexmod", "triton"])
 @pytest.mark.parametrize("through", ["sys.path", "PYTHONPATH"])
 def test_a_module_of_the_user_with_the_name_of_another(

@@ -61,7 +61,7 @@ def spec_of(dtype: torch.dtype, dim: int, precision: str = "ieee") -> KernelSpec
     return KernelSpec(dtype, dtype, dtype, dim, dim, (128, 128), precision=precision, backward=True)  # type: ignore[arg-type]
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_first_rung_on_hopper(kernel: KernelName, dim: int) -> None:
@@ -72,7 +72,7 @@ def test_first_rung_on_hopper(kernel: KernelName, dim: int) -> None:
     assert report.spills <= (256, 560)[NEWEST], report
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("target", ["sm_86", "gfx942"])
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 def test_small_devices_find_a_rung(kernel: KernelName, target: str) -> None:
@@ -97,7 +97,7 @@ LEARNED: dict[KernelName, Any] = {
 
 
 @pytest.mark.long
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("kernel", LEARNED)
 def test_kernels_of_captured_tensors(kernel: KernelName, target: str) -> None:

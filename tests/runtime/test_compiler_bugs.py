@@ -187,7 +187,7 @@ def that_prints(ptx: str) -> str:
     return f"{before}{call}\nret;{after}"
 
 
-@pytest.mark.covering(1, 1)
+@pytest.mark.covering(1, long=1)
 @pytest.mark.parametrize(
     ("change", "flags", "warnings", "losses"),
     [
