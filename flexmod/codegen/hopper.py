@@ -71,10 +71,9 @@ class BackwardShape:
         ahead           issues the next score before dQ is read from its accumulator
         late            issues dp after p is computed, not before; this takes fewer registers
         shared_operand  dK's product reads the gradients of the scores from shared memory, not registers
+        chunks          in how many chunks of queries scores are processed, 1 or 4, if dQ comes a step late
 
-        chunks          in how many chunks of queries scores are processed, if dQ comes a step late
-
-    None where a template has no such choice: if consumers share 64 keys, or take dQ a step late.
+    None where a template has no such choice.
     """
 
     block_m: int
@@ -97,7 +96,7 @@ class BackwardShape:
         }
 
     def __str__(self) -> str:
-        parts = ["dQ a step late" if self.ahead is None else "ahead" if self.ahead else "in step"]
+        parts = ["dQ a step late" if self.chunks else "ahead" if self.ahead else "in step"]
         if self.shared_operand is not None:
             parts.append("shared operand" if self.shared_operand else "own operand")
         if self.late:
