@@ -10,6 +10,7 @@ with 1 where a fault was missed. `tests/test_planted_faults.py` holds each text 
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -160,22 +161,24 @@ def run(folder: Path, tests: str, long: bool) -> tuple[bool, str]:
     return done.returncode == 1 and bool(failed), failed[0] if failed else done.stdout[-300:]
 
 
-def main(arguments: list[str]) -> int:
-    long = "--long" in arguments
-    numbers = [int(argument) for argument in arguments if argument != "--long"] or range(len(FAULTS))
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("faults", nargs="*", type=int, metavar="NUMBER")
+    parser.add_argument("--long", action="store_true")
+    asked = parser.parse_args()
     missed = 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "tree"
         shutil.copytree(
             ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "shared")
         )
-        for number in numbers:
+        for number in asked.faults or range(len(FAULTS)):
             fault = FAULTS[number]
             path = folder / fault.file
             before = path.read_text()
             path.write_text(before.replace(fault.text, fault.replacement))
             began = time.monotonic()
-            caught, what = run(folder, fault.tests, long)
+            caught, what = run(folder, fault.tests, asked.long)
             path.write_text(before)
             missed += not caught
             seconds, said = time.monotonic() - began, "caught" if caught else "MISSED"
@@ -185,4 +188,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
