@@ -96,12 +96,16 @@ def warmed(
     return folder, [*built]
 
 
+def warmed_by_threads(folder: Path, facts: dict[str, Any]) -> Filled:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_by_side, "threads", lambda count=4: count)
+        return warmed(folder / "here", **facts)
+
+
 @pytest.fixture(scope="module")
 def softcap(tmp_path_factory: pytest.TempPathFactory) -> Filled:
     """A folder that four threads filled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(side_by_side, "threads", lambda count=4: count)
-        return warmed(tmp_path_factory.mktemp("warm") / "here", **SOFTCAP)
+    return warmed_by_threads(tmp_path_factory.mktemp("warm"), SOFTCAP)
 
 
 @pytest.mark.long
@@ -126,9 +130,7 @@ def test_a_process_compiles_nothing(softcap: Filled, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Filled:
     """Another folder that four threads filled, with portable kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(side_by_side, "threads", lambda count=4: count)
-        return warmed(tmp_path_factory.mktemp("exact") / "here", **IN_FLOAT32)
+    return warmed_by_threads(tmp_path_factory.mktemp("exact"), IN_FLOAT32)
 
 
 @pytest.mark.long

@@ -85,8 +85,12 @@ class BackwardShape:
     chunks: int | None = None
 
     def arguments(self) -> Mapping[str, int]:
-        ways: dict[str, int | None] = {"AHEAD": self.ahead, "LATE": self.late, "CHUNKS": self.chunks}
-        ways["SHARED_OPERAND"] = self.shared_operand
+        ways: Mapping[str, int | None] = {
+            "AHEAD": self.ahead,
+            "LATE": self.late,
+            "SHARED_OPERAND": self.shared_operand,
+            "CHUNKS": self.chunks,
+        }
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
