@@ -25,6 +25,8 @@ NAME, TARGET = "hopper", "sm_90"
 WIDEST = 256
 # the fastest shapes spill up to 30 registers; if all spill more than `endured`, the portable kernels run
 LIMITS = Limits(passing=32, endured=64, by_code=True, gives_way=True)
+# bytes of instructions that a processor keeps at hand; it waits for those of a longer forward
+LONGEST = 112 << 10
 # a thread's registers by the number of consumers: in a consumer, in the producer, and at the start
 REGISTERS: Mapping[int, Registers] = {1: (232, 24, 128), 2: (240, 24, 168), 3: (160, 32, 128)}
 # log2 of the largest weight, for float8 values: weights in float8 need its whole range
@@ -42,6 +44,8 @@ class ForwardShape:
     consumers: int
     block_n: int
     stages: int = 2
+
+    longest: ClassVar[int] = LONGEST
 
     @property
     def block_m(self) -> int:
@@ -71,7 +75,7 @@ class BackwardShape:
         ahead           issues the next score before dQ is read from its accumulator
         late            issues dp after p is computed, not before; this takes fewer registers
         shared_operand  dK's product reads the gradients of the scores from shared memory, not registers
-        chunks          in how many chunks of queries scores are processed, 1 or 4, if dQ comes a step late
+        chunks          in how many chunks of queries scores are processed, 1 or 4
 
     None where a template has no such choice.
     """
@@ -100,7 +104,7 @@ class BackwardShape:
         }
 
     def __str__(self) -> str:
-        parts = ["dQ a step late" if self.chunks else "ahead" if self.ahead else "in step"]
+        parts = ["dQ a step late" if self.ahead is None else "ahead" if self.ahead else "in step"]
         if self.shared_operand is not None:
             parts.append("shared operand" if self.shared_operand else "own operand")
         if self.late:
@@ -172,14 +176,28 @@ def wide(spec: KernelSpec) -> bool:
 def delayed(spec: KernelSpec, score: ModText | None, captures: CaptureTexts) -> bool:
     """Do the backward's consumers, with 64 keys each, take dQ a step late?
 
-    Heads of 192 with values of up to 128 leave registers for that. Sums of captures' terms must be by column,
-    and take only the finished gradient. Tiles of a captured tensor find no shared memory.
+    Heads of 192 with values of up to 128 leave registers for that. Tiles of a captured tensor find no shared
+    memory.
     """
-    fits = spec.head_used == 192 and spec.value_tile <= 128 and not (score and score.pair_tile)
+    fits = spec.head_used == 192 and spec.value_tile <= 128
     whole = spec.mask_block is None or spec.mask_block[1] % 128 == 0
+    return fits and whole and _divisible(score, captures)
+
+
+def chunked(spec: KernelSpec, score: ModText | None, captures: CaptureTexts) -> bool:
+    """Can the backward's consumers process a tile's scores in chunks?"""
+    apart = score is not None and not wide(spec) and _divisible(score, captures)
+    return apart or delayed(spec, score, captures)
+
+
+def _divisible(score: ModText | None, captures: CaptureTexts) -> bool:
+    """Is all that a backward does with a score done by chunks of queries?
+
+    Sums of captures' terms must be by column, and take only the finished gradient.
+    """
     summed = captures.column
     few = summed is None or (summed.keeps_zeros and all(term.along == "column" for term in summed.terms))
-    return fits and whole and few and captures.added is None
+    return few and captures.added is None and not (score and score.pair_tile)
 
 
 def sum_block(head_tile: int, block_m: int) -> tuple[int, int, int]:
@@ -211,7 +229,7 @@ def ladder(
     if direction == "backward":
         if delayed(spec, score, captures):
             return _delayed_ladder(score)
-        return _backward_ladder(spec, score, mask)
+        return _backward_ladder(spec, score, mask, chunked(spec, score, captures))
     kv_block = spec.mask_block[1] if spec.mask_block else 128
     return tuple(shape for shape in _forward_ladder(spec, score, mask) if kv_block % shape.block_n == 0)
 
@@ -221,24 +239,30 @@ def _forward_ladder(spec: KernelSpec, score: ModText | None, mask: ModText | Non
     if spec.v_dtype in FLOAT8:
         return _float8_ladder(widest, bool(mask and mask.column_values) and not (score and score.pair_tile))
     narrow, wide = ForwardShape(2, 64), ForwardShape(2, 128)
-    shapes = [narrow]
     # a captured tensor's tile in float32 takes memory from others
     pair = score.pair_tile if score else None
     large = pair is not None and pair.dtype is torch.float32
-    if widest <= (64 if large else 128):
-        shapes = [wide, narrow]
-        # each number by column takes as many registers of a thread as a row of its scores
-        values = sum(mod.column_values for mod in (score, mask) if mod)
-        few = not values or (score and score.linear_column)
-        if widest <= 64 and spec.mask_block is None and few and not large:
-            shapes.insert(0, ForwardShape(3, 128))
-        # smaller tiles leave registers for work on each element
-        busy = widest > 64 and score is not None and "element" in score.expensive
-        if values > 2 or busy:
-            shapes.sort(key=lambda shape: shape.block_n)
-        if widest <= 64 and not large and (spec.short or mask and mask.column_values):
-            shapes.insert(0, ForwardShape(1, 128))
-    return shapes
+    if widest > (64 if large else 128):
+        return [narrow]
+    # each number by column takes as many registers of a thread as a row of its scores
+    values = sum(mod.column_values for mod in (score, mask) if mod)
+    # smaller tiles leave registers for work on each element
+    busy = widest > 64 and score is not None and "element" in score.expensive
+    shapes = [narrow, wide] if values > 2 or busy else [wide, narrow]
+    if large:
+        return shapes
+    # where code is long, two programs share it; the consumers of one program have copies of their own
+    computes = score is not None and score.computes
+    if widest > 64:
+        return [narrow, ForwardShape(1, 64), wide] if computes else shapes
+    if computes:
+        shapes = [ForwardShape(1, 128), ForwardShape(1, 64, 3), *shapes]
+    few = not values or (score and score.linear_column)
+    if spec.mask_block is None and few:
+        shapes.insert(0, ForwardShape(3, 128))
+    if spec.short or mask and mask.column_values:
+        shapes.insert(0, ForwardShape(1, 128))
+    return list(dict.fromkeys(shapes))
 
 
 def _float8_ladder(widest: int, by_column: bool) -> list[ForwardShape]:
@@ -253,7 +277,7 @@ def _float8_ladder(widest: int, by_column: bool) -> list[ForwardShape]:
 
 
 def _backward_ladder(
-    spec: KernelSpec, score: ModText | None, mask: ModText | None
+    spec: KernelSpec, score: ModText | None, mask: ModText | None, in_chunks: bool
 ) -> tuple[BackwardShape, ...]:
     if wide(spec):
         return tuple(
@@ -266,13 +290,17 @@ def _backward_ladder(
         BackwardShape(64, ahead=True, shared_operand=True, late=not late),
         BackwardShape(64, ahead=False, shared_operand=True, late=True),
     ]
+    if in_chunks:
+        # what spills as a whole does not in chunks, and takes less time
+        shapes = [replace(shapes[0], chunks=1), replace(shapes[-1], chunks=4)]
     if narrow(spec) and (spec.mask_block or (128, 128))[0] % 128 == 0 and not (score and score.pair_tile):
         tall = [
             BackwardShape(128, ahead=True, shared_operand=False, late=False),
             BackwardShape(128, ahead=False, shared_operand=False, late=True),
         ]
         # a score_mod, or a mask's numbers by row, need the registers of dp and of the next score
-        shapes = [*(tall[1:] if score or (mask and mask.row) else tall), *shapes]
+        tall = tall[1:] if score or (mask and mask.row) else tall
+        shapes = [*(replace(shape, chunks=shapes[0].chunks) for shape in tall), *shapes]
     return tuple(shapes)
 
 
@@ -355,5 +383,6 @@ def text(
     return render.render(
         spec, score, mask, grad, own, template="hopper_module.jinja", target="hopper",
         narrow=narrow(spec), wide=wide(spec) and not is_delayed, delayed=is_delayed,
+        chunked=spec.backward and chunked(spec, score, captures),
         sum_row=sum_row(spec.head_tile), room=ROOM.get(spec.v_dtype), stepped=stepped(spec),
     )  # fmt: skip

@@ -16,6 +16,7 @@ need.
         column_values   how many numbers, truth values apart, the column statement computes
         expensive       the homes whose statement loads, or takes more than a few instructions, and so
                         should run once for a row or a column
+        computes        an element takes more than a few instructions, besides loads
         waits_for_score a load's place depends on the score
         keeps_zeros     a derivative with terms does not read the score, and is 0 if the incoming gradient is
         compares        elements are compared by their positions, row and column together
@@ -148,6 +149,7 @@ class ModText:
     parameters: tuple[Parameter, ...] = ()
     column_values: int = 0
     expensive: frozenset[str] = frozenset()
+    computes: bool = False
     waits_for_score: bool = False
     keeps_zeros: bool = False
     compares: bool = False

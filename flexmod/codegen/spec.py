@@ -228,9 +228,12 @@ class Verdict(NamedTuple):
     """Reasons why it is slow, in words, see `compiler_bugs`. Its results are correct."""
     refusal: object = None
     """Why it cannot run: an error, or a class of errors; None if it can."""
+    size: int = 0
+    """Bytes of its instructions, if its family asks for machine code; otherwise 0."""
 
     def __str__(self) -> str:
-        return ", ".join([f"a thread spills {counted(self.spills, 'register')}", *self.losses])
+        size = [f"{self.size >> 10} KB of instructions"] if self.size else []
+        return ", ".join([f"a thread spills {counted(self.spills, 'register')}", *size, *self.losses])
 
 
 class Limits(NamedTuple):
@@ -241,13 +244,14 @@ class Limits(NamedTuple):
     endured: float = math.inf
     """A rung that spills more than this is never taken."""
     by_code: bool = False
-    """Does slow machine code keep a rung from passing?"""
+    """Does slow machine code keep a rung from passing? Code is slow too that exceeds a rung's `longest`."""
     gives_way: bool = False
     """If no rung is acceptable, another family's kernels run; rungs that do not compile are skipped."""
 
     def passed(self, verdict: Verdict, rung: object) -> bool:
         passing = max(self.passing, getattr(rung, "passing", 0))
-        return verdict.refusal is None and verdict.spills <= passing and not verdict.losses
+        fits = verdict.spills <= passing and verdict.size <= getattr(rung, "longest", math.inf)
+        return verdict.refusal is None and fits and not verdict.losses
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,9 @@ class TritonWriter:
             expensive=frozenset(
                 home_of(n) for n in self.graph.nodes if expensive(n) and not self._in_tile(n)
             ),
+            computes=any(
+                home_of(n) == "element" and expensive(n) and n.op != "load" for n in self.graph.nodes
+            ),
             waits_for_score=any(n.op == "load" and "score" in n.home for n in self.graph.nodes),
             arguments=self.arguments,
             compares=any(_is_judged(n) for n in self.graph.nodes),

@@ -189,11 +189,22 @@ def losses(ptx: str, cubin: bytes) -> tuple[str, ...]:
     return tuple(found)
 
 
+def size(cubin: bytes) -> int:
+    """Returns the bytes of a kernel's instructions; 0 if `cubin` is no ELF file, or not for Hopper."""
+    return sum(map(len, _programs(cubin))) if _for_hopper(cubin) else 0
+
+
 def instructions(cubin: bytes) -> Iterator[tuple[int, int]]:
-    """Yields the lower and upper half of each instruction, from the file's executable sections."""
+    """Yields the lower and upper half of each instruction."""
+    for program in _programs(cubin):
+        yield from struct.iter_unpack("<QQ", program)
+
+
+def _programs(cubin: bytes) -> Iterator[bytes]:
+    """Yields the file's executable sections."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count = struct.unpack_from("<HH", cubin, 0x3A)
     for header in range(table, table + size * count, size):
         kind, flags, _, start, length = struct.unpack_from("<IQQQQ", cubin, header + 4)
         if kind == PROGRAM and flags & EXECUTABLE:
-            yield from struct.iter_unpack("<QQ", cubin[start : start + length])
+            yield cubin[start : start + length]

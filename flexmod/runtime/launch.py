@@ -37,7 +37,7 @@ WRONG_PRODUCTS: dict[object, str] = {
     MisaddressedProductsError: compiler_bugs.MISADDRESSED,
 }
 # Faults of compiled kernels, cached since each launch asks.
-_known_faults: WeakKeyDictionary[Any, tuple[tuple[str, ...], WrongProducts | None]] = WeakKeyDictionary()
+_known_faults: WeakKeyDictionary[Any, tuple[int, tuple[str, ...], WrongProducts | None]] = WeakKeyDictionary()
 
 
 class NoRung(Exception):
@@ -97,6 +97,7 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
         max(verdict.spills for verdict in verdicts),
         tuple(dict.fromkeys(loss for verdict in verdicts for loss in verdict.losses)),
         next((verdict.refusal for verdict in verdicts if verdict.refusal is not None), None),
+        max(verdict.size for verdict in verdicts),
     )
 
 
@@ -118,17 +119,18 @@ def judged(kernels: Made, compiled: Any, device: torch.device) -> Verdict:
             compiled[(1,)]  # loads it; `compiled.run` would raise only once
     except OutOfResources as error:
         return Verdict(refusal=error)
-    slow, wrong = _faults(kernels, compiled)
-    return Verdict(int(compiled.n_spills), slow, wrong)
+    size, slow, wrong = _faults(kernels, compiled)
+    return Verdict(int(compiled.n_spills), slow, wrong, size)
 
 
-def _faults(kernels: Made, compiled: Any) -> tuple[tuple[str, ...], WrongProducts | None]:
-    """Returns a compiled kernel's slow instructions, if its family counts them, and its error; cached."""
+def _faults(kernels: Made, compiled: Any) -> tuple[int, tuple[str, ...], WrongProducts | None]:
+    """Returns a compiled kernel's size and slow instructions, if its family asks, and its error; cached."""
     if compiled not in _known_faults:
         # users may tell Triton to store machine code only: then the text is unknown
         asm = compiled.asm
-        slow = compiler_bugs.losses(asm.get("ptx", ""), asm["cubin"]) if kernels.limits.by_code else ()
-        _known_faults[compiled] = slow, compiler_bugs.wrong(kernels, asm)
+        code = asm["cubin"] if kernels.limits.by_code else b""
+        slow = compiler_bugs.losses(asm.get("ptx", ""), code)
+        _known_faults[compiled] = compiler_bugs.size(code), slow, compiler_bugs.wrong(kernels, asm)
     return _known_faults[compiled]
 
 

@@ -47,6 +47,8 @@ class Report:
     """Bytes of local memory of a thread. Triton calls four of them a spilled register."""
     warnings: tuple[str, ...] = ()
     """What the assembler warned of, e.g. serialized matrix instructions (C7510)."""
+    size: int = 0
+    """Bytes of its instructions, for Hopper."""
     losses: tuple[str, ...] = ()
     """What the machine code lacks of what its text asks for: see `compiler_bugs`."""
     asm: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -135,8 +137,9 @@ def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:
     lines = {line.strip() for line in log.splitlines() if "warning" in line.lower() or "Potential" in line}
     registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
     stack = max(map(int, re.findall(r"(\d+) bytes stack frame", log)), default=0)
-    losses = compiler_bugs.losses(asm["ptx"], asm["cubin"])
-    return Report(target, shared, registers, sum(map(int, spills)), stack, tuple(sorted(lines)), losses, asm)
+    size, losses = compiler_bugs.size(asm["cubin"]), compiler_bugs.losses(asm["ptx"], asm["cubin"])
+    warnings = tuple(sorted(lines))
+    return Report(target, shared, registers, sum(map(int, spills)), stack, warnings, size, losses, asm)
 
 
 def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:

@@ -28,7 +28,7 @@ from flexmod.runtime import config
 from flexmod.runtime.locks import lazy_imports
 
 # Change it when kernels or the files' contents change; older files then count as absent.
-FORMAT = 2
+FORMAT = 3
 
 Kinds = tuple[type, ...]
 

@@ -180,7 +180,8 @@ def first_tile(call: VariantCall, kernels: Made, name: str, target: str) -> Buil
         except Exception as error:
             return refused(error, source.limits)
         refusal = compiler_bugs.wrong(source, report.asm) if report.fits else NoTileFits
-        return Verdict(report.local // 4, report.losses if source.limits.by_code else (), refusal)
+        size, losses = (report.size, report.losses) if source.limits.by_code else (0, ())
+        return Verdict(report.local // 4, losses, refusal, size)
 
     chosen = choose(source.ladder(name), judge, source.limits)
     rung, problem = _outcome(chosen, reports)

@@ -22,8 +22,8 @@ from flexmod.backends import arguments, hopper, triton
 from flexmod.backends.arguments import Problem
 from flexmod.backends.families import families, obstacle
 from flexmod.codegen.compiler import Lowered, kernels_for, lower
-from flexmod.codegen.hopper import LIMITS, HopperKernels, Shape
-from flexmod.codegen.spec import Verdict, statistics_rows
+from flexmod.codegen.hopper import LIMITS, LONGEST, HopperKernels, Shape
+from flexmod.codegen.spec import Verdict, choose, statistics_rows
 from flexmod.codegen.variant import variant
 from flexmod.ir.trace import trace
 from flexmod.runtime import compiler_bugs, config, launch
@@ -129,7 +129,7 @@ def test_the_ladder(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The launcher's choice, and that of a build ahead of time."""
-    kernels, _ = made("backward", head_dim=128)
+    kernels, _ = made("backward")
     ladder = kernels.ladder("backward")
     tried: list[Shape] = []
 
@@ -154,7 +154,7 @@ def test_the_ladder(
     assert capsys.readouterr().err.splitlines() == [*gave_way, taken]
 
     def compiled(call: Any, kernels: Any, way: Any, target: str, rungs: Any) -> Report:
-        spills, losses, _ = outcome(rungs[way])
+        spills, losses, *_ = outcome(rungs[way])
         return Report(named(target), 0, 255, 8 * spills, 4 * spills, losses=losses)
 
     tried.clear()
@@ -202,6 +202,15 @@ def test_a_variant_that_the_compilers_made_wrong_gives_way(monkeypatch: pytest.M
 def test_a_verdict_in_words() -> None:
     assert str(Verdict(3)) == "a thread spills 3 registers"
     assert str(Verdict(3, LOST)) == "a thread spills 3 registers, its matrix instructions are serialized"
+    assert str(Verdict(0, size=5000)) == "a thread spills 0 registers, 4 KB of instructions"
+
+
+@pytest.mark.parametrize(("way", "chosen"), [("forward", 1), ("backward", 0)])
+def test_a_forward_has_no_long_code(way: str, chosen: int) -> None:
+    """A processor waits for instructions that it has no room for. A backward has no shorter shape."""
+    ladder = made(way)[0].ladder(way)
+    found = choose(ladder, lambda shape: Verdict(size=LONGEST + (shape is ladder[0])), LIMITS)
+    assert found.rung == ladder[chosen]
 
 
 @pytest.mark.parametrize("kept", [{"ptx": "text"}, {}], ids=["all", "TRITON_STORE_BINARY_ONLY"])
@@ -237,8 +246,8 @@ def test_a_refusal_says_what_the_compiler_met() -> None:
         (Verdict(65, LOST), "a thread spills 65 registers at least"),
         (
             RuntimeError("too wide\nmore"),
-            "no shape of it compiles: 64x128 (1 consumer): too wide; 128x128 (2 consumers): too wide; "
-            "128x64 (2 consumers): too wide",
+            "no shape of it compiles: 64x128 (1 consumer): too wide; 64x64 (1 consumer): too wide; "
+            "128x128 (2 consumers): too wide; 128x64 (2 consumers): too wide",
         ),
     ],
     ids=["spills", "spills and is serialized", "fails"],

@@ -17,7 +17,7 @@ from flexmod.backends import captured
 from flexmod.backends.arguments import Problem
 from flexmod.backends.triton import kernel_spec
 from flexmod.codegen.compiler import capture_terms, kernels_for, lower
-from flexmod.codegen.hopper import BackwardShape, HopperKernels, spec_obstacle
+from flexmod.codegen.hopper import BackwardShape, HopperKernels, chunked, spec_obstacle
 from flexmod.codegen.variant import pair_tile
 from flexmod.ir.offsets import Positions
 from flexmod.ir.trace import trace
@@ -27,6 +27,7 @@ EXACT = torch.float64  # in place of a half type: nothing is rounded, but sums i
 APART = BackwardShape(64, ahead=True, shared_operand=True, late=False)
 DELAYED = BackwardShape(64, ahead=None, shared_operand=None, late=None, chunks=1)
 CHUNKS = replace(DELAYED, chunks=4)
+APART_CHUNKS = BackwardShape(64, ahead=False, shared_operand=True, late=True, chunks=4)
 TOGETHER = BackwardShape(64, ahead=True, shared_operand=None, late=False, block_n=64)
 
 
@@ -209,11 +210,14 @@ class Call:
             spec, lowered["score"], lowered["mask"], grad_captures=wanted, reduce_in_backward=True
         )
         of_score = planned.Mod([t.detach() for t in tensors])
+        kernels, shape = HopperKernels(portable), case.shape
+        if shape.chunks is None and chunked(spec, kernels.score, portable.captures):
+            shape = replace(shape, chunks=1)
         with on_python(changed, seed, case.ordered):
             found = planned.backward(
-                HopperKernels(portable), q, k, v, out.to(case.dtype), lse.float(), self.grad_out,
+                kernels, q, k, v, out.to(case.dtype), lse.float(), self.grad_out,
                 self.grad_lse, (True, True, True), self.kept(lse), scale=case.scale, mask=mask,
-                shape=case.shape, score_captured=of_score,
+                shape=shape, score_captured=of_score,
             )  # fmt: skip
         gradients = [found.query, found.key, found.value]
         if wanted:

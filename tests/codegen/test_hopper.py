@@ -240,6 +240,16 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("forward", 128, busy, CAUSAL) == "128x64 (2 consumers)"
     assert first("forward", 128, ALIBI, CAUSAL) == "128x128 (2 consumers)"
     assert first("forward", 64, busy, CAUSAL) == "128x128 (2 consumers)"
+    computes = replace(busy, computes=True)
+    ahead_of_all = {
+        (128, CAUSAL): ["128x64 (2 consumers)", "64x64 (1 consumer)", "128x128 (2 consumers)"],
+        (64, CAUSAL): ["64x128 (1 consumer)", "64x64 (1 consumer)", "128x128 (2 consumers)"],
+        (64, None): ["192x128 (3 consumers)", "64x128 (1 consumer)", "64x64 (1 consumer)"],
+        (256, None): ["128x64 (2 consumers)"],
+    }
+    for (dim, mask), expected in ahead_of_all.items():
+        of = spec(dim=dim, mask_block=(128, 128) if mask else None)
+        assert [str(shape) for shape in ladder(of, "forward", computes, mask)[:3]] == expected
     assert first("forward", 64) == "192x128 (3 consumers)"
     assert first("forward", 64, ALIBI_EXPONENT) == "192x128 (3 consumers)"
     assert first("forward", 64, ALIBI_EXPONENT, CAUSAL) == "128x128 (2 consumers)"
@@ -268,6 +278,8 @@ def test_the_first_shape_follows_the_mods() -> None:
     assert first("backward", 64) == "128x128 (ahead, own operand)"
     assert first("backward", 64, mask=CAUSAL) == "128x128 (ahead, own operand)"
     assert first("backward", 64, mask=DOCUMENT) == "128x128 (in step, own operand, late)"
+    in_chunks = "64x128 (in step, shared operand, late, 4 chunks)"
+    assert [str(ladder(spec(dim=dim), "backward", ALIBI, None)[-1]) for dim in (64, 128)] == [in_chunks] * 2
     assert first("backward", 64, ALIBI) == "128x128 (in step, own operand, late)"
     assert first("backward", 256) == first("backward", 192, SOFTCAP) == "64x64 (ahead)"
     narrow_values = replace(spec(dim=192), value_dim=128)

@@ -12,7 +12,7 @@ from tiers import long_but
 
 from flexmod.codegen.hopper import BackwardShape
 
-from .hopper_backward_calls import APART, CHUNKS, DELAYED, TOGETHER, Call, Case, faults
+from .hopper_backward_calls import APART, APART_CHUNKS, CHUNKS, DELAYED, TOGETHER, Call, Case, faults
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ WIDE = (192, 136)
 
 
 def dims(shape: BackwardShape) -> tuple[int, int]:
-    return WIDE if shape.block_n == 64 else (192, 64) if shape.chunks else (64, 64)
+    return WIDE if shape.block_n == 64 else (192, 64) if shape.ahead is None else (64, 64)
 
 
 CASES = [
@@ -64,6 +64,11 @@ CASES = [
     Case("window", "", DELAYED, (160, 72), (130, 199), form="lists", grad_lse=True, block=(128, 256)),
     Case("same", "", DELAYED, (192, 64), (5, 5), (3, 1), scale=3.0, dtype=torch.float16, block=(256, 256)),
     Case("causal", "softcap", DELAYED, (192, 64), dtype=torch.bfloat16),
+    # a score in chunks
+    Case("documents", "slopes", APART_CHUNKS, (128, 128), (260, 130), heads=(2, 1)),
+    Case("window", "bias of keys", APART_CHUNKS, (128, 64), (140, 130), batch=(2, 1)),
+    Case("listed", "gate", APART_CHUNKS, lengths=(129, 65)),
+    Case("by head", "alibi", APART_CHUNKS, (128, 128), (70, 300), heads=(4, 2), batch=(2, 1), ordered=True),
     *(Case("documents", "slopes", shape, (256, 64), (260, 130)) for shape in (TOGETHER, LATE)),
     *(Case("", "softcap", shape, dims(shape), (260, 65)) for shape in (APART, IN_STEP, TOGETHER, LATE)),
     # lengths, and what no number comes of past them

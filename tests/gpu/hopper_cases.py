@@ -103,6 +103,10 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
     def capped_sum(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return 4.0 * torch.tanh((score + slopes[h] * (kv_idx - q_idx)) / 4.0) + by_row[q_idx]
 
+    def gelu(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        """Much work for each element."""
+        return torch.nn.functional.gelu(score)
+
     def gate(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return torch.sigmoid(score * slopes[h]) * 3.0 + by_column[kv_idx]
 
@@ -166,6 +170,7 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
         "wide softcap": (wide_softcap, causal, False),
         "relative": (relative, None, False),
         "capped sum": (capped_sum, causal, False),
+        "gelu": (gelu, causal, False),
         "gate": (gate, window, False),
         "two ways": (two_ways, causal, False),
         "near ones": (near_ones, window, False),
@@ -195,7 +200,8 @@ ALL = (
 )
 CASES = [
     *(HopperCase(name, (dim, dim), rung=rung) for name in ALL for dim in (128, 64) for rung in range(3)),
-    *(HopperCase(name, (64, 64), rung=rung) for name in ("plain", "alibi") for rung in (3, 4)),
+    *(HopperCase(name, (64, 64), rung=rung) for name in ("plain", "alibi", "softcap") for rung in (3, 4)),
+    *(HopperCase("gelu", (dim, dim), rung=rung) for dim in (128, 64) for rung in range(3)),
     # wide heads, of which the backward's consumers share the keys
     *(HopperCase(name, (256, 256), rung=rung) for name in ALL for rung in range(3)),
     *(HopperCase(name, (192, 128)) for name in ALL),
