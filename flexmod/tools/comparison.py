@@ -10,7 +10,7 @@ The peers are SDPA with its causal flag, SDPA with the mask as a tensor, and tor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ class Comparison:
     def parts(self, color: bool = False) -> tuple[Any, ...]:
         """Returns the title, tables and picture as renderables of rich."""
         with lazy_imports():
-            from flexmod.tools.terminal import picture, table, times_faster, verdict
+            from flexmod.tools.terminal import picture, table, verdict
         title = f"{self.name}, {self.setting}"
         if self.setting.device.type == "cpu":
             title += "\n(on the CPU: a size that takes seconds; the kernels need a GPU)"
@@ -97,12 +97,7 @@ class Comparison:
             words=(0, 3),
         )
         *others, ours = self.timings
-        rows = [
-            (*each.cells()[:3], times_faster(each.forward_ms, ours.forward_ms), *each.cells()[3:],
-             times_faster(each.backward_ms, ours.backward_ms))
-            for each in others
-        ]  # fmt: skip
-        rows.append((*ours.cells()[:3], "", *ours.cells()[3:], ""))
+        rows = [*(each.cells(each.gains(ours)) for each in others), ours.cells(("", ""))]
         faster = "flexmod is\nfaster by"
         header = ("attention", "forward\nms", "TFLOP/s", faster, "backward\nms", "TFLOP/s", faster)
         first = f"\nflexmod's first forward and backward, compiling too: {self.first_call_ms:.0f} ms"
@@ -251,10 +246,18 @@ class Timing(NamedTuple):
     backward_ms: float
     backward_tflops: float
 
-    def cells(self) -> tuple[str, ...]:
-        """Returns the fields as a table shows them."""
+    def gains(self, ours: Timing) -> tuple[Any, Any]:
+        """Returns how many times faster `ours` is, forward and backward, as texts of rich."""
+        with lazy_imports():
+            from flexmod.tools.terminal import times_faster
+        forward = times_faster(self.forward_ms, ours.forward_ms)
+        return forward, times_faster(self.backward_ms, ours.backward_ms)
+
+    def cells(self, gains: Sequence[object]) -> tuple[object, ...]:
+        """Returns the fields as a table shows them, with a gain of the forward and one of the backward."""
         name, forward, rate, backward, backward_rate = self
-        return name, f"{forward:.3f}", f"{rate:.3g}", f"{backward:.3f}", f"{backward_rate:.3g}"
+        times = f"{forward:.3f}", f"{rate:.3g}", gains[0], f"{backward:.3f}", f"{backward_rate:.3g}", gains[1]
+        return name, *times
 
 
 def block_mask_of(mask_mod: Mod | None, setting: Setting) -> BlockMask | None:

@@ -28,7 +28,7 @@ from flexmod.tools.cli import options
 from flexmod.tools.cli.options import IMAGE, POSITIVE
 from flexmod.tools.comparison import Comparison, Timing, skipped
 from flexmod.tools.mod_names import Mods, Setting, choose, choose_mask, device_name, fitting, usual_setting
-from flexmod.tools.terminal import hint, in_color, plain, table, times_faster, verdict
+from flexmod.tools.terminal import hint, in_color, plain, table, verdict
 
 MOST_TILES = 1 << 28  # that show draws: they take 5 GB
 
@@ -108,13 +108,7 @@ def _summary(found: list[Comparison]) -> Iterator[RenderableType]:
     rows = []
     for each in found:
         *others, ours = each.timings
-        gains = (
-            Text.assemble(
-                times_faster(other.forward_ms, ours.forward_ms), " / ",
-                times_faster(other.backward_ms, ours.backward_ms),
-            )
-            for other in others
-        )  # fmt: skip
+        gains = (Text(" / ").join(other.gains(ours)) for other in others)
         rows.append((each.name, verdict(each.agrees), f"{skipped(each.block_mask):.0f}%", *gains))
     names = [f"faster than\n{timing.attention}" for timing in found[0].timings[:-1]]
     yield table(("mask", "results", "tiles\nskipped", *names), rows, words=(0, 1))
@@ -134,11 +128,8 @@ def _summary(found: list[Comparison]) -> Iterator[RenderableType]:
     )
     best = max(found, key=lambda each: each.timings[-2].forward_ms / each.timings[-1].forward_ms)
     *_, peer, ours = best.timings
-    yield (
-        f"Best beside {peer.attention}: {best.name}, forward "
-        f"{times_faster(peer.forward_ms, ours.forward_ms)} as fast, backward "
-        f"{times_faster(peer.backward_ms, ours.backward_ms)}."
-    )
+    forward, backward = peer.gains(ours)
+    yield f"Best beside {peer.attention}: {best.name}, forward {forward} as fast, backward {backward}."
 
 
 # A chart's line style for each attention, and the color of SDPA causal; each mask has a color of its own.
@@ -180,12 +171,9 @@ class Benchmark:
         """Returns the title and the table as renderables of rich."""
         rows = []
         for row in self.rows:
-            name, forward, rate, backward, backward_rate = row.timing.cells()
-            base = self.baseline(row.seq)
-            gain = times_faster(base.forward_ms, row.timing.forward_ms)
-            backward_gain = times_faster(base.backward_ms, row.timing.backward_ms)
-            sizes = (row.seq if row.mask == "" else "", row.mask, f"{row.sparsity:.1f}%", name)
-            rows.append((*sizes, forward, rate, gain, backward, backward_rate, backward_gain))
+            sizes = (row.seq if row.mask == "" else "", row.mask, f"{row.sparsity:.1f}%")
+            speed_ups = self.baseline(row.seq).gains(row.timing)
+            rows.append((*sizes, *row.timing.cells(speed_ups)))
         of_each = ("TFLOP/s", "speed-up")
         header = ("seq", "mask", "skipped", "attention", "forward\nms", *of_each, "backward\nms", *of_each)
         note = f"\nspeed-up: over {self.rows[0].timing.attention} of the same length" if self.rows else ""
