@@ -5,6 +5,7 @@ The programs of the backward add to dQ in memory in any order, so two runs may d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
@@ -48,17 +49,7 @@ from flexmod.codegen.hopper import (
 from flexmod.codegen.spec import Direction, option
 from flexmod.codegen.variant import Variant, aligned_rows
 from flexmod.runtime.direct import COUNTER
-from flexmod.runtime.plan import (
-    Descriptor,
-    Extent,
-    Place,
-    PlanWriter,
-    Size,
-    cdiv,
-    if_several,
-    least,
-    product,
-)
+from flexmod.runtime.plan import Descriptor, Extent, Place, PlanWriter, Size, cdiv, if_several, least
 
 # kernel_options for the portable template's kernels
 TILE_OPTIONS: Mapping[Direction, tuple[str, ...]] = {
@@ -196,7 +187,7 @@ def _blocks(writer: PlanWriter, kernels: HopperKernels, call: Operands, shape: A
     arguments = {**NO_BLOCKS, **blocks, "KV_STEPS": steps, "ROWS": rows.shape[2], "M": length, "N": keys}
     arguments |= dict(zip(("Q_BLOCK", "KV_BLOCK"), kernels.spec.mask_block, strict=True))
     arguments |= {"CONSUMERS": shape.consumers, "BLOCK_N": shape.block_n}
-    writer.launch(kernels, "steps", product(sizes[:3]), arguments)
+    writer.launch(kernels, "steps", math.prod(sizes[:3]), arguments)
     return {"KV_STEPS": steps, **mask_strides(sizes[:3])}
 
 
@@ -229,13 +220,13 @@ def backward(
     row = sum_row(spec.head_tile)
     blocks = (rows // SUMMED, SUMMED * spec.head_dim // row, row)
     # the flags of heads follow dQ's sums, so that one fill sets both to zero
-    zeros = writer.empty("zeros", (product(blocks) + batch * heads,), zeros=True)
+    zeros = writer.empty("zeros", (math.prod(blocks) + batch * heads,), zeros=True)
     sum_grad_q = writer.view("sum_grad_query", zeros, blocks)
     saved: dict[str, Place] = {}
     made: dict[str, Place] = {}
     if not kernels.portable.small_scores:
         saved = dict(zip(kernels.portable.kept, incoming.kept, strict=True))
-        large = writer.view("large", zeros, (batch * heads,), offset=product(blocks))
+        large = writer.view("large", zeros, (batch * heads,), offset=math.prod(blocks))
         made = {"ROW_MAXIMA": writer.like("row_maxima", lse2), "LARGE": large}
     buffers, sums = _sums(writer, kernels, call)
     weights = {"LSE2": lse2, **saved, **made}

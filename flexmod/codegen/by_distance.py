@@ -14,6 +14,7 @@ So the bounds of positions hold there too, and results have the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -37,7 +38,7 @@ from flexmod.ir.graph import (
     rebuild,
 )
 from flexmod.ir.ops import strong
-from flexmod.runtime.plan import Extent, PlanWriter, cdiv, product
+from flexmod.runtime.plan import Extent, PlanWriter, cdiv
 
 # At least the largest side of a tile, and a multiple of which the sizes of tables are: pointers and strides
 # keep their alignment, for which Triton compiles.
@@ -197,7 +198,7 @@ def with_tables(
         "length": size,
         "BLOCK": BLOCK,
     }
-    writer.launch(kernels, "distance", product(entries) * cdiv(size, BLOCK), arguments)
+    writer.launch(kernels, "distance", math.prod(entries) * cdiv(size, BLOCK), arguments)
     views = [
         writer.view(name, table, (*entries, size - middle), table.strides, middle)
         for (_, name), table in zip(names, tables, strict=True)

@@ -13,6 +13,7 @@ a tensor, so you can make, print and compare plans without a GPU.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,7 +150,7 @@ class Place:
         return len(self.shape)
 
     def numel(self) -> Extent:
-        return product(self.shape)
+        return math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.name}: {dtype_name(self.dtype)} [{', '.join(map(str, self.shape))}]"
@@ -165,16 +166,9 @@ class RunNumber:
         return self.name
 
 
-def product(sizes: Sequence[Extent]) -> Extent:
-    found: Extent = 1
-    for size in sizes:
-        found = found * size
-    return found
-
-
 def contiguous(shape: Sequence[Extent]) -> tuple[Extent, ...]:
     """Returns the strides of a contiguous tensor."""
-    return tuple(product(shape[dim + 1 :]) for dim in range(len(shape)))
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @dataclass(frozen=True)
