@@ -9,7 +9,6 @@ dimensions that query, key, value and output may have.
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 from torch import Tensor
 
 from flexmod import errors
-from flexmod.errors.base import is_flag, shown
+from flexmod.errors.base import did_you_mean, is_flag, shown
 from flexmod.ir.graph import as_bool, as_int
 from flexmod.runtime.private_torch import assume_constant
 
@@ -165,9 +164,7 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
 @assume_constant
 def _close_to(name: str) -> str:
     """Asks for the option that a name is close to, if there is one. TorchDynamo cannot run difflib."""
-    known = {known.lower(): known for known in OPTIONS}
-    near = difflib.get_close_matches(name.lower(), known, 1, 0.6)
-    return f" Did you mean {known[near[0]]!r}?" if near else ""
+    return did_you_mean(name, OPTIONS)
 
 
 def _plain(value: Any) -> Any:

@@ -49,8 +49,9 @@ def a_type(value: object) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Asks for the known name that a misspelled one is close to, after a space; "" if there is none."""
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def is_flag(value: object) -> bool:

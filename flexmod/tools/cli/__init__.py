@@ -5,7 +5,6 @@ The file of a command is imported when the command runs: imports of torch and of
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import sys
@@ -17,6 +16,7 @@ from shlex import quote
 import click
 
 from flexmod.errors import FlexmodError
+from flexmod.errors.base import did_you_mean
 from flexmod.runtime.locks import lazy_imports
 
 # Each command, its file, and its line in `flexmod --help`.
@@ -60,9 +60,8 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            near = difflib.get_close_matches(name, COMMANDS, 1)
-            close = f"Did you mean {near[0]!r}?" if near else f"For a mask: flexmod show {quote(name)}"
-            ctx.fail(f"No such command {name!r}. {close}")
+            close = did_you_mean(name, COMMANDS) or f" For a mask: flexmod show {quote(name)}"
+            ctx.fail(f"No such command {name!r}.{close}")
         return super().resolve_command(ctx, args)
 
 
