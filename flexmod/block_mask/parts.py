@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex
@@ -236,23 +237,16 @@ def check_values(parts: Parts, lengths: tuple[int, int], block: tuple[int, int])
             repeated |= (table[..., :both] & partial[..., :both]).any()
         tables[name] = table
         over = (listed & (indices >= whole)).any() | (counts[..., -1] > 0).any() & ragged[other]
-        flags = torch.stack([miscounted, outside, repeated, over])
-        of_count, of_index, is_repeated, reaches_over = flags.tolist()
-        if of_count:
-            raise errors.BlockMaskPartsError(
-                problem=f"{of_counts} has a count that is not one from 0 to {room}, the width of {name}",
-                advice="count how many entries of each row are tiles, 0 where there are none",
-            )
-        if of_index:
-            raise errors.BlockMaskPartsError(
-                problem=f"{name} lists a tile that is not one of the {width}",
-                advice=f"list tiles from 0 to {width - 1}",
-            )
-        if is_repeated:
-            raise errors.BlockMaskPartsError(
-                problem=f"{name} lists a tile that is listed before",
-                advice="list each tile once, as partial or as full: kernels would count its scores twice",
-            )
+        *wrong, reaches_over = torch.stack([miscounted, outside, repeated, over]).tolist()
+        of_wrong = (
+            (f"{of_counts} has a count that is not one from 0 to {room}, the width of {name}",
+             "count how many entries of each row are tiles, 0 where there are none"),
+            (f"{name} lists a tile that is not one of the {width}", f"list tiles from 0 to {width - 1}"),
+            (f"{name} lists a tile that is listed before",
+             "list each tile once, as partial or as full: kernels would count its scores twice"),
+        )  # fmt: skip
+        for problem, advice in itertools.compress(of_wrong, wrong):
+            raise errors.BlockMaskPartsError(problem=problem, advice=advice)
         padded.append(reaches_over and name.startswith("full"))
     return any(padded)
 

@@ -57,12 +57,10 @@ def check_tensors(query: Any, key: Any, value: Any, enable_gqa: bool, layout: La
     if key.shape[0] != value.shape[0] or not (key.shape[0] == 1 or key.shape[0] == query.shape[0]):
         raise errors.BatchMismatch(query=query.shape[0], key=key.shape[0], value=value.shape[0])
     of_query, of_key = query.shape[heads], key.shape[heads]
-    if of_query % of_key if of_key else of_query:
-        heads_of_query, swapped = counted(of_query, "head"), _swapped(query, key, layout)
-        raise errors.HeadRatioError(query=heads_of_query, key=of_key, layout=swapped)
-    if of_query != of_key and not enable_gqa:
-        heads_of_query, swapped = counted(of_query, "head"), _swapped(query, key, layout)
-        raise errors.HeadCountMismatch(query=heads_of_query, key=of_key, layout=swapped)
+    in_no_groups = of_query % of_key if of_key else of_query
+    if in_no_groups or (of_query != of_key and not enable_gqa):
+        error = errors.HeadRatioError if in_no_groups else errors.HeadCountMismatch
+        raise error(query=counted(of_query, "head"), key=of_key, layout=_swapped(query, key, layout))
 
 
 def _swapped(query: Tensor, key: Tensor, layout: Layout) -> str:
