@@ -136,11 +136,9 @@ def parse(options: Mapping[str, Any] | None) -> KernelOptions:
     """
     if options is None:
         return NONE
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise errors.ArgumentTypeError(
-            name="kernel_options", given=shown(options),
-            advice="give a dict of names and values, e.g. {'BACKEND': 'REFERENCE'}",
-        )  # fmt: skip
+    right = isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
+    advice = "give a dict of names and values, e.g. {'BACKEND': 'REFERENCE'}"
+    errors.ArgumentTypeError.check(right, "kernel_options", options, advice)
     values = {name: _plain(value) for name, value in options.items()}
     for name, value in values.items():
         bare = name[4:] if name.startswith(PREFIXES) else name

@@ -13,7 +13,6 @@ from torch import Tensor
 from flexmod.block_mask.data import MaskData
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, groups_of, tile_count
 from flexmod.errors import ArgumentTypeError
-from flexmod.errors.base import shown
 from flexmod.ir.evaluate import evaluate
 
 # Elements of partial tiles to evaluate at a time.
@@ -98,9 +97,8 @@ def facts(mask: MaskData, budget: float = math.inf) -> Facts:
 
     Raises ArgumentTypeError.
     """
-    if not isinstance(budget, (int, float)):
-        advice = "give a number of elements, e.g. 2**20"
-        raise ArgumentTypeError(name="budget", given=shown(budget), advice=advice)
+    advice = "give a number of elements, e.g. 2**20"
+    ArgumentTypeError.check(isinstance(budget, (int, float)), "budget", budget, advice)
     table, traced = mask.table(), mask.traced
     lengths, block = mask.seq_lengths, mask.BLOCK_SIZE
     while table.dim() < 4:

@@ -32,7 +32,6 @@ from flexmod.block_mask.parts import (
 from flexmod.block_mask.storage import TileStorage
 from flexmod.block_mask.tiles import EMPTY, FLASH_PARTS, LISTS, PARTIAL, Parts, keep_padding_partial
 from flexmod.errors import ArgumentTypeError, BlockMaskCombineError, NotABlockMask, SlicedTorchMaskError
-from flexmod.errors.base import shown
 from flexmod.ir.composed import Derived, MaskMod, moved
 from flexmod.ir.source import mod_name
 from flexmod.runtime.private_torch import GetAttrKey, outside_of_graphs
@@ -205,10 +204,8 @@ class BlockMask(MaskData):
             both = BlockMask.cat([one, other])
             assert both.shape == (2, 1, 512, 512)
         """
-        if not isinstance(masks, Iterable):
-            raise ArgumentTypeError(
-                name="masks", given=shown(masks), advice="give a list, BlockMask.cat([first, second])"
-            )
+        advice = "give a list, BlockMask.cat([first, second])"
+        ArgumentTypeError.check(isinstance(masks, Iterable), "masks", masks, advice)
         masks = tuple(masks)  # it may be a generator
         for mask in masks:
             if not isinstance(mask, BlockMask):

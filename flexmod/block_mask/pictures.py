@@ -26,7 +26,6 @@ from flexmod.block_mask.data import MaskData
 from flexmod.block_mask.facts import ON_CPU, Cells, cells, sparsity, tokens
 from flexmod.block_mask.tiles import EMPTY, tile_count
 from flexmod.errors import ArgumentTypeError, GridSizeError, MissingMatplotlib
-from flexmod.errors.base import shown
 from flexmod.ir.graph import as_int
 from flexmod.runtime.locks import lazy_imports
 
@@ -60,9 +59,8 @@ def text(
 ) -> str:
     """Draws a mask as text; see `BlockMask.to_string`. Raises GridSizeError and ArgumentTypeError."""
     ArgumentTypeError.check_flags(density=density, color=color)
-    if as_int(limit) is None:
-        advice = "give a number of pairs (b, h), or -1 for all"
-        raise ArgumentTypeError(name="limit", given=shown(limit), advice=advice)
+    advice = "give a number of pairs (b, h), or -1 for all"
+    ArgumentTypeError.check(as_int(limit) is not None, "limit", limit, advice)
     batch_shape = mask.storage.batch
     count = math.prod(batch_shape)
     all_places = itertools.product(*map(range, batch_shape))
@@ -121,9 +119,9 @@ def plot(mask: MaskData, target: Any = None) -> Any:
         height = 1.4 + 5.2 * mask.seq_lengths[0] / mask.seq_lengths[1]
         inches = (6.0, min(max(height, 2.8), 9.0))
         figure = (Figure if to_file else pyplot.figure)(figsize=inches, layout="constrained")
-    elif not hasattr(target, "imshow"):
+    else:
         advice = "give a file's name, axes of matplotlib, or nothing for a new figure"
-        raise ArgumentTypeError(name="target", given=shown(target), advice=advice)
+        ArgumentTypeError.check(hasattr(target, "imshow"), "target", target, advice)
     axes = target if figure is None else figure.subplots()
     drawn = _drawn(mask, "plot")
     queries, keys = mask.seq_lengths

@@ -17,7 +17,6 @@ from flexmod.block_mask.data import positions_in
 from flexmod.block_mask.format import BlockMask
 from flexmod.calls import checks, float8, library, prepared
 from flexmod.calls.float8 import Scales
-from flexmod.errors.base import shown
 from flexmod.ir.graph import as_bool
 from flexmod.ir.offsets import OffsetLike, of_call
 from flexmod.runtime import tensor_kinds
@@ -229,14 +228,10 @@ def results_of(
     errors.ArgumentTypeError.check_flags(return_lse=return_lse)
     if return_lse and return_aux is not None:
         raise errors.ReturnArgumentsError()
-    # torch's AuxRequest has these fields too
-    if return_aux is not None and not all(
-        isinstance(getattr(return_aux, name, None), bool) for name in ("lse", "max_scores")
-    ):
-        raise errors.ArgumentTypeError(
-            name="return_aux", given=shown(return_aux),
-            advice="give AuxRequest(lse=True, max_scores=True), or False for what you do not need",
-        )  # fmt: skip
+    if return_aux is not None:  # torch's AuxRequest has these fields too
+        right = all(isinstance(getattr(return_aux, name, None), bool) for name in ("lse", "max_scores"))
+        advice = "give AuxRequest(lse=True, max_scores=True), or False for what you do not need"
+        errors.ArgumentTypeError.check(right, "return_aux", return_aux, advice)
     want_max = return_aux is not None and as_bool(return_aux.max_scores)
     result = attend(*given, want_max) if layout == USUAL else _heads_first(attend, layout, *given, want_max)
     if return_lse:

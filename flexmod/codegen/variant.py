@@ -18,7 +18,6 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.ladder import short_length
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, Direction, KernelSpec
 from flexmod.errors import ArgumentTypeError
-from flexmod.errors.base import shown
 from flexmod.ir.graph import ExpectedSize, Graph
 from flexmod.ir.ops import HALF
 from flexmod.ir.passes import Extents
@@ -58,10 +57,9 @@ class Variant:
 
         Raises ArgumentTypeError if the length is no size.
         """
-        if length is not None and not _is_size(length):
-            raise ArgumentTypeError(name="length", given=shown(length), advice="give a whole number above 0")
         if length is None:
             return self
+        ArgumentTypeError.check(_is_size(length), "length", length, "give a whole number above 0")
         short = short_length(self.spec_of(direction), length, dict(self.options))
         return replace(self, spec=replace(self.spec, short=short))
 
@@ -118,22 +116,19 @@ def _check(dtype: object, head_dim: object, value_dim: object, block_size: objec
     check_dim("head_dim", head_dim)
     if value_dim is not None:
         check_dim("value_dim", value_dim)
-    if not all(map(_is_size, sides)):
-        advice = "give e.g. 128 or (128, 64)"
-        raise ArgumentTypeError(name="block_size", given=shown(block_size), advice=advice)
+    right = all(map(_is_size, sides))
+    ArgumentTypeError.check(right, "block_size", block_size, "give e.g. 128 or (128, 64)")
 
 
 def check_dtype(dtype: object, right: bool) -> None:
     """Raises ArgumentTypeError if the dtype is not right."""
-    if not right:
-        advice = "give torch.float16, torch.bfloat16 or torch.float32"
-        raise ArgumentTypeError(name="dtype", given=shown(dtype), advice=advice)
+    advice = "give torch.float16, torch.bfloat16 or torch.float32"
+    ArgumentTypeError.check(right, "dtype", dtype, advice)
 
 
 def check_dim(name: str, value: object) -> None:
     """Raises ArgumentTypeError if a head dimension is no positive int."""
-    if not _is_size(value):
-        raise ArgumentTypeError(name=name, given=shown(value), advice="give a whole number above 0, e.g. 64")
+    ArgumentTypeError.check(_is_size(value), name, value, "give a whole number above 0, e.g. 64")
 
 
 def _is_size(value: object) -> bool:

@@ -249,6 +249,12 @@ class ArgumentTypeError(FlexmodError, TypeError):
     what = "{name} is {given}."
 
     @classmethod
+    def check(cls, right: bool, name: str, value: object, advice: str) -> None:
+        """Raises the error for a value that is not right."""
+        if not right:
+            raise cls(name=name, given=shown(value), advice=advice)
+
+    @classmethod
     def check_flags(cls, **flags: object) -> None:
         """Raises the error if a value is no flag, see `is_flag`: it was meant for another argument."""
         for name, value in flags.items():
@@ -258,8 +264,7 @@ class ArgumentTypeError(FlexmodError, TypeError):
     @classmethod
     def check_path(cls, name: str, value: object) -> None:
         """Raises the error for a value that names no file."""
-        if not isinstance(value, (str, PathLike)):
-            raise cls(name=name, given=shown(value), advice="give a text or a pathlib.Path")
+        cls.check(isinstance(value, (str, PathLike)), name, value, "give a text or a pathlib.Path")
 
 
 class ReturnArgumentsError(FlexmodError, ValueError):

@@ -25,7 +25,7 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.calls.attention import flex_attention
 from flexmod.calls.packed import apply_sink
 from flexmod.errors import ArgumentTypeError, TransformersArgumentError, TransformersModelError
-from flexmod.errors.base import a_type, shown
+from flexmod.errors.base import a_type
 from flexmod.runtime import private_torch
 
 # Up to so many queries, as when decoding, the whole mask is evaluated; beyond, it is traced and bounded.
@@ -40,9 +40,8 @@ def register(name: str = "flexmod") -> None:
 
     Making any other model with this name raises TransformersModelError. Raises ArgumentTypeError.
     """
-    if not isinstance(name, str):
-        advice = 'give the text of attn_implementation, e.g. "flexmod"'
-        raise ArgumentTypeError(name="name", given=shown(name), advice=advice)
+    advice = 'give the text of attn_implementation, e.g. "flexmod"'
+    ArgumentTypeError.check(isinstance(name, str), "name", name, advice)
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, attention_mask)
     PreTrainedModel.get_correct_attn_implementation = _checked

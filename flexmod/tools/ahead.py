@@ -221,9 +221,8 @@ def warm(
     mod, so the same formula in other lines is another kernel: pass the functions that training calls. Raises
     WarmFolderError, UnknownTarget, ArgumentTypeError, and what tracing raises.
     """
-    if isinstance(targets, str):
-        advice = f"give a list of chips, targets=[{targets!r}]"
-        raise ArgumentTypeError(name="targets", given=repr(targets), advice=advice)
+    advice = f"give a list of chips, targets=[{targets!r}]"
+    ArgumentTypeError.check(not isinstance(targets, str), "targets", targets, advice)
     path = checked_folder(folder)
     with cache_dir_at(path), cache_folder(path / COMPILED):
         made = variant(score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype)

@@ -24,7 +24,6 @@ from flexmod.block_mask.format import BlockMask
 from flexmod.block_mask.tiles import groups_of
 from flexmod.calls.attention import flex_attention
 from flexmod.errors import ArgumentTypeError, FlexOnCpuError
-from flexmod.errors.base import shown
 from flexmod.ir.graph import as_int
 from flexmod.ir.trace import trace
 from flexmod.runtime.locks import lazy_imports
@@ -180,8 +179,7 @@ def _check(given: dict[str, Any]) -> None:
             right, advice = value in TOLERANCE, f"give {', '.join(map(str, TOLERANCE))}"
         else:
             right, advice = (as_int(value) or 0) > 0, "give a whole number above 0, e.g. 64"
-        if value is not None and not right:
-            raise ArgumentTypeError(name=name, given=shown(value), advice=advice)
+        ArgumentTypeError.check(value is None or right, name, value, advice)
 
 
 def _dense(score_mod: Mod, block_mask: BlockMask | None, setting: Setting) -> Implementation:

@@ -28,7 +28,7 @@ from flexmod.codegen.kernels import NO_CAPTURES, CaptureTexts, Kernels, ModText
 from flexmod.codegen.render import head_lines, render
 from flexmod.codegen.spec import FLOAT8, Direction, KernelName, KernelSpec, Tile
 from flexmod.codegen.term_text import write_terms
-from flexmod.codegen.variant import Variant, variant
+from flexmod.codegen.variant import Variant, check_dtype, variant
 from flexmod.errors import ArgumentTypeError, NoTileFits
 from flexmod.ir.derivative import GradientTerm
 from flexmod.ir.graph import UNIFORM, ExpectedSize, Graph, dtype_name, used_captures
@@ -143,10 +143,7 @@ def standalone(
     main() has the values of small tensors, and random values for others. Raises what tracing raises, and
     ArgumentTypeError, UnknownTarget, NoTileFits, RoundedProductsError, MisaddressedProductsError.
     """
-    if dtype in FLOAT8:
-        raise ArgumentTypeError(
-            name="dtype", given=str(dtype), advice="give torch.float16, torch.bfloat16 or torch.float32"
-        )
+    check_dtype(dtype, dtype not in FLOAT8)
     made = variant(
         score_mod, mask_mod, head_dim=head_dim, value_dim=value_dim, dtype=dtype, block_size=block_size,
         extents=EXTENTS, mask_form="lists", shared_kv=True,
