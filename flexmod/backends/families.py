@@ -337,8 +337,9 @@ class PlannedCall:
             score, mask = (x._replace(watch=watch) for x in (call.score_captured, call.mask_captured))
             call = replace(call, score_captured=score, mask_captured=mask)
         given = call
-        tables = with_tables(writer, made.portable, call.score_captured, call.extents)
-        call = replace(call, score_captured=tables)
+        if made.portable.by_distance is not None:
+            tables = with_tables(writer, made.portable, call.score_captured, call.extents)
+            call = replace(call, score_captured=tables)
         results: Places
         if self.direction == "forward":
             results = family.forward(writer, made, call, rungs, want_max=self.want_max, keep=self.keep)

@@ -170,13 +170,12 @@ def table_names(made: ByDistance | None) -> list[tuple[str, str]]:
 def with_tables(
     writer: PlanWriter, kernels: Kernels, captured: Captured, extents: Sequence[Extent]
 ) -> Captured:
-    """Writes the launch of `distance_kernel`, if there is one; adds its tables to a score_mod's captures.
+    """Writes the launch of `distance_kernel`; adds its tables to a score_mod's captures.
 
     `extents` are B, HQ, M and N of the call.
     """
     made = kernels.by_distance
-    if made is None:
-        return captured
+    assert made is not None
     batch, heads, length, keys = extents
     sides = [value for name, value in kernels.options.items() if "BLOCK" in name]
     pad = max([PAD, *sides, *(kernels.spec.mask_block or ())])  # kernels walk each block to its end
