@@ -35,7 +35,6 @@ from flexmod.block_mask.storage import (
 from flexmod.block_mask.tiles import Parts, both_sizes, tile_count
 from flexmod.errors import FakeTensorError, MaskModChangedError
 from flexmod.ir.composed import Derived, Mask, MaskMod, may_change
-from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.offsets import NO_OFFSETS, Positions, positions_of
 from flexmod.ir.passes import fitted
 from flexmod.ir.record import numbered
@@ -44,7 +43,7 @@ from flexmod.ir.source import mod_name
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import Watched, source_states
 from flexmod.runtime.private_torch import any_uncounted, outside_of_graphs
-from flexmod.runtime.tensor_kinds import has_no_values
+from flexmod.runtime.tensor_kinds import has_no_values, tensor_key
 
 AnyMask = TypeVar("AnyMask", bound="MaskData")
 

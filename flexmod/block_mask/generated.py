@@ -34,7 +34,7 @@ from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, groups_of
 from flexmod.codegen.builder_text import BuilderKernels, BuilderTerm
 from flexmod.codegen.compiler import builder, runs_module
 from flexmod.codegen.kernels import IndexWatch
-from flexmod.ir.fingerprint import remember, tensor_key
+from flexmod.ir.fingerprint import remember
 from flexmod.ir.graph import Graph
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config
@@ -45,6 +45,7 @@ from flexmod.runtime.plan import Place, Plan, PlanWriter, contiguous, named
 from flexmod.runtime.private_triton import start_compiler
 from flexmod.runtime.side_by_side import compiles, in_threads, later, threads
 from flexmod.runtime.target import target_of
+from flexmod.runtime.tensor_kinds import tensor_key
 
 # Side of a square, in tiles. Elements that a program evaluates together. Positions, and tiles of some lines.
 SIDE = 32

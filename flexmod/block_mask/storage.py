@@ -24,7 +24,6 @@ from flexmod.block_mask.tiles import of_table as runs_of_table
 from flexmod.errors import BlockMaskPartsError
 from flexmod.errors.base import a_type
 from flexmod.ir.evaluate import captures_on_device
-from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.passes import fitted
 from flexmod.ir.trace import Traced
 from flexmod.ir.watched import SourceStates, computed_from
@@ -35,7 +34,7 @@ from flexmod.runtime.private_torch import (
     outside_of_graphs,
     version_of,
 )
-from flexmod.runtime.tensor_kinds import has_no_values
+from flexmod.runtime.tensor_kinds import has_no_values, tensor_key
 
 Axis = Literal["kv", "q"]
 Form = Literal["runs", "lists"]

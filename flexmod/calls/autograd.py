@@ -28,7 +28,7 @@ from flexmod.backends.arguments import SINGLE, Forward, Problem, dtype_of_sums
 from flexmod.block_mask.storage import MaskSnapshot, is_captured
 from flexmod.codegen.compiler import capture_grad
 from flexmod.ir.evaluate import all_on_device
-from flexmod.ir.fingerprint import remember, tensor_key
+from flexmod.ir.fingerprint import remember
 from flexmod.ir.graph import flowing, used_captures
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config, tensor_kinds
@@ -41,6 +41,7 @@ from flexmod.runtime.private_torch import (
     saved_without_checks,
     version_of,
 )
+from flexmod.runtime.tensor_kinds import tensor_key
 
 if TYPE_CHECKING:
     from flexmod.runtime.bound import Bound, Tensors

@@ -25,7 +25,7 @@ from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.variant import EXTENTS, spec_for
 from flexmod.errors.base import shown
 from flexmod.ir.composed import MaskMod
-from flexmod.ir.fingerprint import Seen, remember, tensor_key
+from flexmod.ir.fingerprint import Seen, remember
 from flexmod.ir.offsets import OffsetLike, Positions, positions_of, stated
 from flexmod.ir.replay import deep_copied_traces, leaves, replay
 from flexmod.ir.source import mod_name
@@ -33,6 +33,7 @@ from flexmod.ir.trace import Traced, trace
 from flexmod.ir.watched import NEVER, Links, Watched, hold, links_of
 from flexmod.runtime import tensor_kinds
 from flexmod.runtime.private_torch import outside_of_graphs
+from flexmod.runtime.tensor_kinds import tensor_key
 from flexmod.tools.inspection import CALL, Inspection, Latest
 
 MASKS = 64  # masks that a handle caches, by lengths

@@ -26,12 +26,12 @@ from flexmod.block_mask.tiles import LISTS, MaskLayout
 from flexmod.calls import autograd, checks, float8, prepared
 from flexmod.ir import record
 from flexmod.ir.evaluate import captures_on_device, on_device
-from flexmod.ir.fingerprint import tensor_key
 from flexmod.ir.record import Recorded
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config, tensor_kinds, tuned
 from flexmod.runtime.plan import contiguous, extents_of, named, values_of
 from flexmod.runtime.private_torch import assume_constant, version_of
+from flexmod.runtime.tensor_kinds import tensor_key
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from flexmod.codegen.compiler import Lowered, lower
 from flexmod.codegen.spec import FLOAT8
 from flexmod.errors.base import a_type
 from flexmod.ir.evaluate import is_host_number
-from flexmod.ir.fingerprint import Seen, find, fingerprint, remember, tensor_key
+from flexmod.ir.fingerprint import Seen, find, fingerprint, remember
 from flexmod.ir.graph import Graph, check_sizes, used_captures
 from flexmod.ir.proxy import plain_number
 from flexmod.ir.replay import replay
@@ -43,6 +43,7 @@ from flexmod.runtime.private_torch import (
     is_wrapped,
     outside_transforms,
 )
+from flexmod.runtime.tensor_kinds import tensor_key
 
 LARGEST_SCALE = torch.finfo(torch.float32).max
 KNOWN = 1024  # calls in the cache

@@ -36,10 +36,8 @@ from flexmod.ir.replay import MaskReplay, ScoreReplay
 from flexmod.ir.torch_calls import OF_SCALARS
 from flexmod.ir.trace import Traced, trace
 from flexmod.runtime.locks import Lock
-from flexmod.runtime.private_torch import is_wrapped
+from flexmod.runtime.tensor_kinds import CLASSES, tensor_key
 
-TENSORS = (Tensor, torch.nn.Parameter)
-STRIDED = torch.strided
 PLAIN = (bool, int, str, type(None), torch.dtype, torch.device)
 CALLABLES = (BuiltinFunctionType, FunctionType, type, type(Tensor))
 MODULES = (math, torch, torch.nn, torch.nn.functional, torch.special)
@@ -90,27 +88,6 @@ def fingerprint(mod: Any) -> Seen | None:
     return Seen(tuple(sight.key), tuple(sight.tensors))
 
 
-def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
-    """Every property of a tensor that a kernel may depend on, except its values and its address.
-
-    None for an unusual tensor: a subclass, a tensor that is not strided or has the negative bit, a wrapper of
-    torch.func, one without storage of its own. The key includes the storage's size, since a storage may
-    shrink and a known call is not validated again.
-    """
-    if type(tensor) not in TENSORS or tensor.layout is not STRIDED or tensor.is_neg() or is_wrapped(tensor):
-        return None
-    pointer, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-    if not (pointer and size) and tensor.numel() and not tensor.is_meta:
-        return None
-    try:
-        return (
-            tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
-            pointer % 16, size,
-        )  # fmt: skip
-    except RuntimeError:  # a nested tensor claims to be strided and has no shape
-        return None
-
-
 class _Sight:
     def __init__(self) -> None:
         self.key: list[object] = []
@@ -145,7 +122,7 @@ class _Sight:
         elif kind is FunctionType:
             if self._is_new(value):
                 self._add_function(value)
-        elif kind in TENSORS:
+        elif kind in CLASSES:
             if self._is_new(value):
                 self.tensors.append(value)
                 key = tensor_key(value)

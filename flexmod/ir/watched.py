@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flexmod.ir.fingerprint import names_of, tensor_key
+from flexmod.ir.fingerprint import names_of
 from flexmod.ir.graph import Graph
 from flexmod.ir.replay import Replay, slots_of
 from flexmod.runtime.private_torch import UNCOUNTED as UNCOUNTED
 from flexmod.runtime.private_torch import version_of as version_of
+from flexmod.runtime.tensor_kinds import tensor_key
 
 
 class Watched:

@@ -34,6 +34,7 @@ from flexmod.runtime.private_torch import dispatch_key_bits as _bits
 from flexmod.runtime.private_torch import dispatch_keys as _keys
 
 CLASSES = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 # keys of a strided tensor with its own storage; a call resolves `Negative` before a launch
 _READABLE = _bits(
@@ -155,6 +156,27 @@ def is_dispatched(tensor: Tensor) -> bool:
 def any_dispatched(tensors: Iterable[Tensor]) -> bool:
     """Returns `is_dispatched` for any of the tensors, or whether a TorchDispatchMode must see operations."""
     return bool(internals.dispatch_mode_count()) or any(map(is_dispatched, tensors))
+
+
+def tensor_key(tensor: Tensor) -> tuple[object, ...] | None:
+    """Every property of a tensor that a kernel may depend on, except its values and its address.
+
+    None for an unusual tensor: a subclass, a tensor that is not strided or has the negative bit, a wrapper of
+    torch.func, one without storage of its own. The key includes the storage's size, since a storage may
+    shrink and a known call is not validated again.
+    """
+    if type(tensor) not in CLASSES or tensor.layout is not _STRIDED or tensor.is_neg() or is_wrapped(tensor):
+        return None
+    pointer, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    if not (pointer and size) and tensor.numel() and not tensor.is_meta:
+        return None
+    try:
+        return (
+            tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad,
+            pointer % 16, size,
+        )  # fmt: skip
+    except RuntimeError:  # a nested tensor claims to be strided and has no shape
+        return None
 
 
 def has_no_values(tensor: Tensor) -> bool:
