@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmod.block_mask.data import MaskData
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, groups_of, tile_count
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, tile_count
 from flexmod.errors import ArgumentTypeError
 from flexmod.ir.evaluate import evaluate
 
@@ -104,7 +104,7 @@ def facts(mask: MaskData, budget: float = math.inf) -> Facts:
     while table.dim() < 4:
         table = table[None]
     sizes = both_sizes(mask.storage.batch)
-    told_apart = [*map(max, table.shape[:2], groups_of(traced.graph, sizes))]
+    told_apart = [*map(max, table.shape[:2], traced.graph.groups(sizes))]
     table = table.expand(*told_apart, -1, -1)
     heights, widths = (_sizes(n, size, table.device) for n, size in zip(lengths, block, strict=True))
     side = min(block[0], lengths[0])

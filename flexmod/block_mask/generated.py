@@ -30,7 +30,7 @@ from torch import Tensor
 
 from flexmod.backends.families import reads_order
 from flexmod.block_mask.storage import Axis, is_captured
-from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs, groups_of
+from flexmod.block_mask.tiles import PARTIAL, MaskLayout, Runs
 from flexmod.codegen.builder_text import BuilderKernels, BuilderTerm
 from flexmod.codegen.compiler import builder, runs_module
 from flexmod.codegen.kernels import IndexWatch
@@ -74,7 +74,7 @@ def build(traced: Traced, layout: MaskLayout, interpreted: bool = False) -> dict
 
     A batch dimension is 1 if the graph does not read it.
     """
-    batch, heads = groups_of(traced.graph, layout.sizes)
+    batch, heads = traced.graph.groups(layout.sizes)
     with torch.cuda.device(layout.device) if layout.device.type == "cuda" else nullcontext():
         parts, numbers = _parts_of(traced.graph, layout, interpreted)
         found = [part.runs(traced.tensors, numbers) for part in parts]
@@ -104,7 +104,7 @@ def _parts_of(graph: Graph, layout: MaskLayout, interpreted: bool) -> tuple[list
 def _parts(
     graph: Graph, layout: MaskLayout, interpreted: bool, ordered: bool, checked: bool
 ) -> tuple[list[_BuilderPart], list[Any]]:
-    batch, heads = groups_of(graph, layout.sizes)
+    batch, heads = graph.groups(layout.sizes)
     found = builder(graph, layout.sizes)
     step = max(1, TILES_AT_ONCE // math.prod(layout.grid()))
     same = layout._replace(sizes=(batch, heads, *layout.sizes[2:]))
@@ -388,4 +388,4 @@ def _torch_can(traced: Traced, layout: MaskLayout) -> bool:
         return False
     if torch.cuda.get_sync_debug_mode():
         return False
-    return math.prod((*groups_of(traced.graph, layout.sizes), *layout.grid())) <= MOST_TILES
+    return math.prod((*traced.graph.groups(layout.sizes), *layout.grid())) <= MOST_TILES

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, groups_of, keep_padding_partial
+from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.intervals import Analysis, BoundsTerm, analyze
 from flexmod.ir.trace import Traced
@@ -88,7 +88,7 @@ class Axes:
             "diagonal": ((1 - keys, queries), (0, 1)),
         }
         q, kv = (torch.arange(*r, dtype=torch.int32, device=self.device) for r in ranges[term.axis])
-        b, h = map(self._numbers, groups_of(term.graph, self.sizes))
+        b, h = map(self._numbers, term.graph.groups(self.sizes))
         (values,) = evaluate(term.graph, self.tensors, b=b[:, None, None], h=h[:, None], q_idx=q, kv_idx=kv)
         values = values.expand(len(b), len(h), max(len(q), len(kv)))
         return F.pad(values.cumsum(-1, dtype=torch.int32), (1, 0)) if term.axis == "diagonal" else values
@@ -228,7 +228,7 @@ class Refined:
         self.axes = Axes(analyze(traced.graph, sizes), traced.tensors, sizes, device)
         self.rows = self.axes.tiles("row", self.block[0])
         self.columns = self.axes.tiles("column", self.block[1])
-        self.shape = *groups_of(traced.graph, sizes), len(self.rows), len(self.columns)
+        self.shape = *traced.graph.groups(sizes), len(self.rows), len(self.columns)
         self.open = torch.empty(0, 4, dtype=torch.int64, device=device)
 
     def run_on_open(self) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmod.ir.graph import POSITIONS, Graph
+from flexmod.ir.graph import POSITIONS
 from flexmod.runtime.private_torch import fix_sizes
 
 LISTS = (
@@ -56,11 +56,6 @@ def both_sizes(batch: tuple[int, ...]) -> tuple[int, int]:
     """The numbers of batch entries and heads; a dimension that a mask lacks is 1."""
     entries, heads = (1, 1, *batch)[-2:]
     return entries, heads
-
-
-def groups_of(graph: Graph, sizes: Sequence[int]) -> tuple[int, int]:
-    """The numbers of batch entries and heads that are built, each 1 if the graph does not read it."""
-    return sizes[0] if "b" in graph.reads else 1, sizes[1] if "h" in graph.reads else 1
 
 
 def positions_on_axes(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

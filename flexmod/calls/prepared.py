@@ -23,7 +23,6 @@ from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.build import create_block_mask
 from flexmod.block_mask.format import BlockMask, from_torch
 from flexmod.block_mask.storage import MaskSnapshot, is_captured
-from flexmod.block_mask.tiles import groups_of
 from flexmod.calls import autograd, checks
 from flexmod.calls.autograd import PreparedCall
 from flexmod.codegen.compiler import Lowered, lower
@@ -382,7 +381,7 @@ def _snapshot(block_mask: Any) -> MaskSnapshot | None:
 
 def _mask_of(split: Traced, extents: tuple[int, int, int, int], device: torch.device) -> MaskSnapshot:
     """Builds the block mask of a score_mod's -inf branches; caches it if it captures no tensor."""
-    sizes = (*groups_of(split.graph, extents), *extents[2:])
+    sizes = (*split.graph.groups(extents), *extents[2:])
     if used_captures(split.graph.nodes) or is_captured(device):
         return create_block_mask(replay(split), *sizes, device=device).snapshot()
     return _remembered_mask(split.graph, sizes, device)

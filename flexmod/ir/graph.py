@@ -251,6 +251,10 @@ class Graph(Immutable):
         """The positions that the results depend on."""
         return frozenset().union(*(n.home for n in self.results))
 
+    def groups(self, sizes: Sequence[int]) -> tuple[int, int]:
+        """The numbers of batch entries and heads with results of their own, of these sizes or 1."""
+        return sizes[0] if "b" in self.reads else 1, sizes[1] if "h" in self.reads else 1
+
     @cached_property
     def with_lines(self) -> Graph:
         """The graph, equal only to graphs of the same lines: errors of torch's evaluation name them."""

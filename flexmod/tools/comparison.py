@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flexmod.block_mask.build import create_block_mask, create_mask
 from flexmod.block_mask.format import BlockMask
-from flexmod.block_mask.tiles import groups_of
 from flexmod.calls.attention import flex_attention
 from flexmod.errors import ArgumentTypeError, FlexOnCpuError
 from flexmod.ir.graph import as_int
@@ -271,7 +270,7 @@ def skipped(block_mask: BlockMask | None) -> float:
 
 def mask_sizes(mask_mod: Mod, setting: Setting) -> tuple[int, int, int, int]:
     """Returns a mask's numbers of batch entries and heads, 1 if it is the same for all, and its lengths."""
-    groups = groups_of(trace(mask_mod, "mask").graph, (setting.batch, setting.heads))
+    groups = trace(mask_mod, "mask").graph.groups((setting.batch, setting.heads))
     return *groups, setting.seq, setting.seq
 
 
