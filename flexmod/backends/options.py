@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_type_hints
 from torch import Tensor
 
 from flexmod import errors
-from flexmod.errors.base import did_you_mean, is_flag, shown
+from flexmod.errors.base import did_you_mean, is_flag, is_size, shown
 from flexmod.ir.graph import as_bool, as_int
 from flexmod.runtime.private_torch import assume_constant
 
@@ -51,11 +51,7 @@ class Option:
 
 
 def _power_of_two(value: Any) -> bool:
-    return _positive(value) and value >= 16 and value & (value - 1) == 0
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return is_size(value) and value >= 16 and value & (value - 1) == 0
 
 
 def _among(*numbers: int) -> Callable[[Any], bool]:
@@ -110,9 +106,9 @@ OPTIONS: dict[str, Option] = {
     "BACKEND": _one_of("AUTO", "TRITON", DECODE, "INTERPRET", "REFERENCE"),
     "TEMPLATE": _one_of("auto", "hopper", PORTABLE),
     "num_warps": Option("1, 2, 4, 8, 16 or 32", _among(1, 2, 4, 8, 16, 32)),
-    "num_stages": Option("a positive integer", _positive),
+    "num_stages": Option("a positive integer", is_size),
     "kpack": Option("1 or 2", _among(1, 2)),
-    "waves_per_eu": Option("0 or a positive integer", lambda v: _among(0)(v) or _positive(v)),
+    "waves_per_eu": Option("0 or a positive integer", lambda v: _among(0)(v) or is_size(v)),
     "matrix_instr_nonkdim": Option("0, 4, 16 or 32", _among(0, 4, 16, 32)),
 }
 PREFIXES = ("fwd_", "bwd_")

@@ -295,11 +295,7 @@ class BlockMask(MaskData):
         """Keeps the elements that either mask keeps. Raises BlockMaskCombineError."""
         return self._with(other, "or")
 
-    def __rand__(self, other: object) -> BlockMask:
-        return self._with(other, "and")
-
-    def __ror__(self, other: object) -> BlockMask:
-        return self._with(other, "or")
+    __rand__, __ror__ = __and__, __or__
 
     @outside_of_graphs
     def _with(self, other: object, how: How) -> BlockMask:

@@ -92,7 +92,9 @@ def _compile(
             run_in_second(partial(again, function.__name__, facts, settings()))
         return compile_kernel()
 
-    with _lock_of(key):
+    with _guard:  # a second thread waits for the first one's kernel, even without file locks
+        lock = _locks.setdefault(key, Lock())
+    with lock:
         return compile_kernel() if compiles_always() else _compile_alone(folder, key, compile_or_find)
 
 
@@ -107,12 +109,6 @@ def _compile_alone(folder: Path, key: str, compile_kernel: Compile) -> Any:
                 stacklevel=2,
             )
         return compile_kernel()
-
-
-def _lock_of(key: str) -> Lock:
-    """The lock that makes a second thread wait for the first one's kernel, even without file locks."""
-    with _guard:
-        return _locks.setdefault(key, Lock())
 
 
 @cache

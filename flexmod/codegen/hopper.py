@@ -228,7 +228,8 @@ def ladder(
     """The shapes to try, best first. Measured on an H200."""
     if direction == "backward":
         if delayed(spec, score, captures):
-            return _delayed_ladder(score)
+            whole = BackwardShape(64, ahead=None, shared_operand=None, late=None, chunks=1)
+            return (whole, replace(whole, chunks=4)) if score else (whole,)
         return _backward_ladder(spec, score, mask, chunked(spec, score, captures))
     kv_block = spec.mask_block[1] if spec.mask_block else 128
     return tuple(shape for shape in _forward_ladder(spec, score, mask) if kv_block % shape.block_n == 0)
@@ -302,11 +303,6 @@ def _backward_ladder(
         tall = tall[1:] if score or (mask and mask.row) else tall
         shapes = [*(replace(shape, chunks=shapes[0].chunks) for shape in tall), *shapes]
     return tuple(shapes)
-
-
-def _delayed_ladder(score: ModText | None) -> tuple[BackwardShape, ...]:
-    whole = BackwardShape(64, ahead=None, shared_operand=None, late=None, chunks=1)
-    return (whole, replace(whole, chunks=4)) if score else (whole,)
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.ladder import short_length
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, Direction, KernelSpec
 from flexmod.errors import ArgumentTypeError
+from flexmod.errors.base import is_size
 from flexmod.ir.graph import ExpectedSize, Graph
 from flexmod.ir.ops import HALF
 from flexmod.ir.passes import Extents
@@ -59,7 +60,7 @@ class Variant:
         """
         if length is None:
             return self
-        ArgumentTypeError.check(_is_size(length), "length", length, "give a whole number above 0")
+        ArgumentTypeError.check(is_size(length), "length", length, "give a whole number above 0")
         short = short_length(self.spec_of(direction), length, dict(self.options))
         return replace(self, spec=replace(self.spec, short=short))
 
@@ -116,7 +117,7 @@ def _check(dtype: object, head_dim: object, value_dim: object, block_size: objec
     check_dim("head_dim", head_dim)
     if value_dim is not None:
         check_dim("value_dim", value_dim)
-    right = all(map(_is_size, sides))
+    right = all(map(is_size, sides))
     ArgumentTypeError.check(right, "block_size", block_size, "give e.g. 128 or (128, 64)")
 
 
@@ -128,11 +129,7 @@ def check_dtype(dtype: object, right: bool) -> None:
 
 def check_dim(name: str, value: object) -> None:
     """Raises ArgumentTypeError if a head dimension is no positive int."""
-    ArgumentTypeError.check(_is_size(value), name, value, "give a whole number above 0, e.g. 64")
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    ArgumentTypeError.check(is_size(value), name, value, "give a whole number above 0, e.g. 64")
 
 
 def spec_for(

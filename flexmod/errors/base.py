@@ -59,6 +59,11 @@ def is_flag(value: object) -> bool:
     return (isinstance(value, int) and value in (0, 1)) or type(value).__name__ in ("bool", "bool_")
 
 
+def is_size(value: object) -> bool:
+    """Is a value an int above 0? True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def shown(value: object) -> str:
     """Returns an argument as an error quotes it: its repr, or its kind where that says no more in a line."""
     text = repr(value)
