@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from torch import Tensor, int32
 
 from flexmod import errors
-from flexmod.backends.arguments import Operands, Problem, grid, order_of, processors, strided
+from flexmod.backends.arguments import Operands, grid, order_of, processors, strided
 from flexmod.backends.options import DECODE
 from flexmod.block_mask.storage import MaskSnapshot
 from flexmod.codegen.kernels import Kernels
@@ -52,19 +51,20 @@ SAVED = 768
 WIDTH = 64
 
 
-def decoding(q: Tensor, k: Tensor, problem: Problem, *, keep: bool) -> Decoding | None:
+def decoding(
+    q: Tensor, k: Tensor, mask: MaskSnapshot | None, options: Mapping[str, Any], *, keep: bool
+) -> Decoding | None:
     """Returns how kernels compute a call of few queries; None for another call.
 
     `keep`: the call keeps results for a backward. Raises DecodeBackendError if the options ask for these
     kernels, and the call is another one.
     """
-    options = dict(problem.options)
     why = "gradients are wanted" if keep else _obstacle(q, k, options)
     if why is not None:
         if options.get("BACKEND") == DECODE:
             raise errors.DecodeBackendError(why=why)
         return None
-    group = _group(q, k, problem.mask)
+    group = _group(q, k, mask)
     batch, heads, length, keys = q.shape[0], q.shape[1] // group, group * q.shape[2], k.shape[2]
     programs = grid(batch, heads, length, MOST_ROWS)
     parts = _parts(options, programs, keys, processors(q.device))
@@ -153,7 +153,7 @@ def packed_graph(graph: Graph, group: int, length: int) -> Graph:
         head = of("mul", builder.input("h", node.dtype), group)  # type: ignore[arg-type]
         return builder.node("add", (head, member), node.dtype)
 
-    return graph if group == 1 else rebuild(graph, change)
+    return rebuild(graph, change)
 
 
 class ForwardTarget(NamedTuple):
@@ -166,25 +166,20 @@ class ForwardTarget(NamedTuple):
     entries: Extent
 
 
-def begin(
-    writer: PlanWriter, kernels: Kernels, call: Operands, made: Sequence[Place | None]
-) -> ForwardTarget:
-    """Returns what a forward kernel reads and writes for the results `made`; `finish` follows its launch."""
-    out, lse, max_scores, *kept = made
-    assert out is not None
-    spec = kernels.spec
-    group = spec.decoding.group if spec.decoding else 1
-    call = replace(call, q=packed(call.q, group))
+def begin(writer: PlanWriter, kernels: Kernels, target: ForwardTarget) -> ForwardTarget:
+    """Returns what a kernel for few queries reads and writes for a call; `finish` follows if it is split."""
+    assert kernels.spec.decoding is not None
+    group = kernels.spec.decoding.group
+    call = replace(target.call, q=packed(target.call.q, group))
+    if not kernels.spec.split:
+        return target._replace(call=call, out=packed(target.out, group))
     batch, heads, length, keys = call.extents
-    if not spec.split:
-        statistics = {"LSE": lse, **dict(zip_longest(kernels.kept, kept))}
-        return ForwardTarget(call, packed(out, group), max_scores, statistics, batch)
     programs = grid(batch, heads, length, MOST_ROWS)
     parts = _parts(kernels.options, programs, keys, Size("PROCESSORS"))
     shape = (batch, parts, heads, length)
     row_max, rest = writer.empty("row_max", shape), writer.empty("rest", shape)
-    part_max = None if max_scores is None else writer.empty("part_max", shape)
-    part_out = writer.empty("part_out", (*shape, out.shape[3]))
+    part_max = None if target.max_scores is None else writer.empty("part_max", shape)
+    part_out = writer.empty("part_out", (*shape, target.out.shape[3]))
     flat = replace(part_out, shape=(batch * parts, *part_out.shape[2:]), strides=part_out.strides[1:])
     statistics = {"ROW_MAX": row_max, "REST": rest, "PARTS": parts}
     return ForwardTarget(call, flat, part_max, statistics, batch * parts)
@@ -193,10 +188,8 @@ def begin(
 def finish(
     writer: PlanWriter, kernels: Kernels, target: ForwardTarget, made: Sequence[Place | None]
 ) -> None:
-    """Writes the launch that merges the parts into the results `made`, if there are parts."""
+    """Writes the launch that merges the parts into the results `made`."""
     spec, call = kernels.spec, target.call
-    if not spec.split:
-        return
     out, lse, max_scores, *_ = made
     assert out is not None and spec.decoding is not None
     batch, heads, length, _ = call.extents

@@ -241,13 +241,14 @@ class Generated:
     def _compile(self, problem: Problem, tensors: Tensors, *, backward: bool, **asked: Any) -> PlannedCall:
         """Compiles the mods of a call. `asked`: further fields of the PlannedCall."""
         q, k, v = _query_key_value(tensors, backward)
-        few = None if backward else decoding.decoding(q, k, problem, keep=asked["keep"])
+        options = dict(problem.options)
+        few = None if backward else decoding.decoding(q, k, problem.mask, options, keep=asked["keep"])
         group = 1 if few is None else few.group
         extents = (q.shape[0], q.shape[1] // group, q.shape[2] * group, k.shape[2])
-        score, mask = (
-            compile_mod(decoding.packed_graph(graph, group, q.shape[2]), extents) if graph else None
-            for graph in (problem.score and problem.score.graph, problem.mask and problem.mask.traced.graph)
-        )
+        graphs = [problem.score and problem.score.graph, problem.mask and problem.mask.traced.graph]
+        if group > 1:
+            graphs = [graph and decoding.packed_graph(graph, group, q.shape[2]) for graph in graphs]
+        score, mask = (compile_mod(graph, extents) if graph else None for graph in graphs)
         spec = triton.kernel_spec(q, k, v, problem, backward=backward, few=few)
         grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
         lowered = (score.lowered if score else None, mask.lowered if mask else None)
@@ -256,7 +257,7 @@ class Generated:
         numbers = (score.numbers if score else (), mask.numbers if mask else ())
         call = operands(q, k, v, problem, *numbers)
         compiled = PlannedCall(variant, call, tuple(tensors), self.interpreted, **asked)
-        if option(dict(problem.options), spec.direction, "tuned", False):
+        if option(options, spec.direction, "tuned", False):
             self._tune(problem, [compiled.kernels(family) for family in families()], q.device)
         return compiled
 

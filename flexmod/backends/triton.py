@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from flexmod.backends.arguments import (
     value_scale_arguments,
 )
 from flexmod.backends.captured import sums_along_diagonals, sums_of_elements
+from flexmod.backends.decoding import ForwardTarget
 from flexmod.backends.options import PORTABLE
 from flexmod.codegen import cache
 from flexmod.codegen.kernels import Kernels, ModText
@@ -123,9 +125,13 @@ def forward(
 
     Raises BlockMaskPartsError, like `mask_arguments`.
     """
-    made = call.results(writer, kernels.kept, want_max, keep)
-    target = decoding.begin(writer, kernels, call, made)
-    call = target.call
+    out, lse, max_scores, *kept = made = call.results(writer, kernels.kept, want_max, keep)
+    assert out is not None
+    statistics = {"LSE": lse, **dict(zip_longest(kernels.kept, kept))}
+    target = ForwardTarget(call, out, max_scores, statistics, call.q.shape[0])
+    if kernels.spec.decoding is not None:
+        target = decoding.begin(writer, kernels, target)
+        call = target.call
     value = call.v
     if value.dtype != kernels.spec.v_dtype:
         value = Place("half_value", value.shape, contiguous(value.shape), torch.float16)
@@ -145,7 +151,8 @@ def forward(
     tile = tiles["forward"]
     _, heads, length, _ = call.extents
     writer.launch(kernels, "forward", grid(target.entries, heads, length, tile.block_m), arguments, tile)
-    decoding.finish(writer, kernels, target, made)
+    if kernels.spec.split:
+        decoding.finish(writer, kernels, target, made)
     return made
 
 
