@@ -149,7 +149,7 @@ def check(
     """A call's results are right, and are computed as the case says."""
     few = CASES[name]
     case, score_mod, mask = made(few, device, name)
-    found: list[Decoding | None] = []
+    found: list[Decoding] = []
     choose = decoding.decoding
     monkeypatch.setattr(decoding, "decoding", lambda *x, **y: found.append(choose(*x, **y)) or found[-1])
     both = AuxRequest(lse=True, max_scores=True)
@@ -166,7 +166,7 @@ def check(
     close(aux.lse, truth.lse)
     close(aux.max_scores, truth.max_scores)
     (how,) = found
-    assert how is not None and how[:2] == (few.rows, few.group)
+    assert how[:2] == (few.rows, few.group)
     assert split is None or how.split == split
 
 

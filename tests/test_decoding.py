@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_attention, masks, mods
 from flexmod.backends.arguments import Problem
-from flexmod.backends.decoding import decoding, packed_graph
+from flexmod.backends.decoding import decoding, is_decoding, packed_graph
 from flexmod.backends.families import INTERPRETED
 from flexmod.codegen.spec import Decoding
 from flexmod.ir.passes import optimize
@@ -74,10 +74,11 @@ def test_which_calls_have_few_queries(
     fill(monkeypatch, 132, saved=768)
     batch, heads, kv_heads, m, n = sizes
     q, k = torch.empty(batch, heads, m, dim, dtype=BRAIN, device="meta"), empty(batch, kv_heads, n, dim)
-    given = problem.mask, dict(problem.options)
-    assert decoding(q, k, *given, keep=False) == found
-    assert decoding(q, k, *given, keep=True) is None
-    assert decoding(q.float(), k, *given, keep=False) is None
+    options = dict(problem.options)
+    assert is_decoding(q, k, options, keep=False) == (found is not None)
+    assert found is None or decoding(q, k, problem.mask, options) == found
+    assert not is_decoding(q, k, options, keep=True)
+    assert not is_decoding(q.float(), k, options, keep=False)
 
 
 def test_a_row_knows_its_head_and_position() -> None:

@@ -51,19 +51,20 @@ SAVED = 768
 WIDTH = 64
 
 
-def decoding(
-    q: Tensor, k: Tensor, mask: MaskSnapshot | None, options: Mapping[str, Any], *, keep: bool
-) -> Decoding | None:
-    """Returns how kernels compute a call of few queries; None for another call.
+def is_decoding(q: Tensor, k: Tensor, options: Mapping[str, Any], *, keep: bool) -> bool:
+    """Returns whether a call is one of few queries.
 
     `keep`: the call keeps results for a backward. Raises DecodeBackendError if the options ask for these
     kernels, and the call is another one.
     """
     why = "gradients are wanted" if keep else _obstacle(q, k, options)
-    if why is not None:
-        if options.get("BACKEND") == DECODE:
-            raise errors.DecodeBackendError(why=why)
-        return None
+    if why is not None and options.get("BACKEND") == DECODE:
+        raise errors.DecodeBackendError(why=why)
+    return why is None
+
+
+def decoding(q: Tensor, k: Tensor, mask: MaskSnapshot | None, options: Mapping[str, Any]) -> Decoding:
+    """Returns how kernels compute a call of few queries."""
     group = _group(q, k, mask)
     batch, heads, length, keys = q.shape[0], q.shape[1] // group, group * q.shape[2], k.shape[2]
     programs = grid(batch, heads, length, MOST_ROWS)

@@ -241,8 +241,9 @@ class Generated:
     def _compile(self, problem: Problem, tensors: Tensors, *, backward: bool, **asked: Any) -> PlannedCall:
         """Compiles the mods of a call. `asked`: further fields of the PlannedCall."""
         q, k, v = _query_key_value(tensors, backward)
-        options = dict(problem.options)
-        few = None if backward else decoding.decoding(q, k, problem.mask, options, keep=asked["keep"])
+        options, few = dict(problem.options), None
+        if not backward and decoding.is_decoding(q, k, options, keep=asked["keep"]):
+            few = decoding.decoding(q, k, problem.mask, options)
         group = 1 if few is None else few.group
         extents = (q.shape[0], q.shape[1] // group, q.shape[2] * group, k.shape[2])
         graphs = [problem.score and problem.score.graph, problem.mask and problem.mask.traced.graph]
