@@ -61,7 +61,14 @@ def user_frame(library: bool = True) -> FrameType | None:
 
 
 def place_of(frame: FrameType | None) -> Where | None:
-    return None if frame is None else Where(frame.f_code.co_filename, frame.f_lineno)
+    return None if frame is None else line_in(frame, frame.f_lineno)
+
+
+def line_in(frame: FrameType, line: int | None) -> Where:
+    """A line of a frame's code; the first one of its function if generated code has no numbers of lines."""
+    file = frame.f_code.co_filename
+    linecache.lazycache(file, frame.f_globals)  # the loader has the text of a module in a zip file
+    return Where(file, line or frame.f_code.co_firstlineno)
 
 
 def line_of(mod: Callable[..., Any] | None, text: str | None = None) -> Where | None:
@@ -72,7 +79,7 @@ def line_of(mod: Callable[..., Any] | None, text: str | None = None) -> Where | 
     code = next((code for code in codes if code is not None and is_users(code.co_filename)), None)
     if code is None:
         return None
-    lines = sorted({line for _, _, line in code.co_lines() if line is not None})
+    lines = sorted({line for _, _, line in code.co_lines() if line is not None} or {code.co_firstlineno})
     if text is None:
         return Where(code.co_filename, lines[-1])
     named = (line for line in lines if text in linecache.getline(code.co_filename, line))

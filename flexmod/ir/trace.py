@@ -19,13 +19,21 @@ from typing import Any
 import torch
 
 from flexmod import errors
-from flexmod.errors import Where
 from flexmod.errors.base import a_type, not_swallowed
 from flexmod.ir import advice
 from flexmod.ir.graph import ARGUMENTS, Graph, Node, dtype_name, flowing
 from flexmod.ir.ops import CAST
 from flexmod.ir.proxy import Proxy, TracedValue, Tracer, plain_number
-from flexmod.ir.source import check_arity, is_users, leads_to_mods, line_of, mod_name, reached, user_line
+from flexmod.ir.source import (
+    check_arity,
+    is_users,
+    leads_to_mods,
+    line_in,
+    line_of,
+    mod_name,
+    reached,
+    user_line,
+)
 from flexmod.ir.torch_calls import Watch, WatchOperations
 from flexmod.ir.vectors import Vector
 from flexmod.runtime.private_torch import enable_torch_function
@@ -94,7 +102,7 @@ def _translated_errors() -> Iterator[None]:
         if isinstance(error, errors.FlexmodError) or not TRACED_CLASS.search(str(error)):
             raise
         steps = traceback.walk_tb(error.__traceback__)
-        lines = [Where(frame.f_code.co_filename, number) for frame, number in steps]
+        lines = [line_in(frame, number) for frame, number in steps]
         inside = [line for line in lines if is_users(line.file)]
         raise errors.UnknownOperationError(
             operation="what is called here", where=inside[-1] if inside else user_line(),

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import itertools
 import math
 import random as python_random
+import types
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -1722,6 +1726,34 @@ def test_a_mod_without_a_line_of_its_own() -> None:
     """The line of the call is named."""
     with pytest.raises(errors.UnknownOperationError, match=r"test_trace_errors\.py:\d+: trace\("):
         trace(torch.vmap(lambda s, b, h, q, k: s * 2), "score")
+
+
+def test_code_without_numbers_of_lines() -> None:
+    """Generated code may lack them."""
+
+    def truth(b, h, q, k):
+        return bool(q > k)
+
+    def formats(b, h, q, k):
+        return "%d" % q  # noqa: UP031
+
+    for mod in (truth, formats):
+        code = mod.__code__.replace(co_linetable=b"")
+        line = rf"test_trace_errors\.py:{code.co_firstlineno}: def {mod.__name__}"
+        with pytest.raises(errors.FlexmodError, match=line):
+            trace(types.FunctionType(code, globals()), "mask")
+
+
+def test_lines_of_a_module_in_a_zip_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w") as packed:
+        packed.writestr("packed_mods.py", "def near(b, h, q, k):\n    return q >= k and q - k < 9\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "packed.zip"))
+    near = importlib.import_module("packed_mods").near
+    with pytest.raises(errors.ControlFlowError) as caught:
+        trace(near, "mask")
+    assert str(caught.value).endswith(
+        "packed_mods.py:2: return q >= k and q - k < 9\n  Instead: write (q >= k) & (q - k < 9)."
+    )
 
 
 def test_unknown_keywords_of_composed_functions() -> None:
