@@ -50,9 +50,11 @@ def _has_quick_product() -> bool:
     """Returns whether oneDNN is there, and the processor is AMD's and has AVX-512."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or linear_on_cpu() is None:
         return False
-    about = Path("/proc/cpuinfo")  # Linux; Windows has the variable
-    names = about.read_text() if about.exists() else os.environ.get("PROCESSOR_IDENTIFIER", "")
-    return "AuthenticAMD" in names
+    try:
+        names = Path("/proc/cpuinfo").read_bytes()
+    except OSError:  # Windows has the variable; a sandbox may hide the file
+        names = os.environ.get("PROCESSOR_IDENTIFIER", "").encode()
+    return b"AuthenticAMD" in names
 
 
 def product(

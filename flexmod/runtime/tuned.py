@@ -98,7 +98,7 @@ def read(key: Key, kinds: Kinds) -> Choice | None:
 
 @lru_cache(256)  # but for errors: another process may write the file meanwhile
 def _read(path: Path, kinds: Kinds) -> Choice:
-    kept = json.loads(path.read_text())
+    kept = json.loads(path.read_bytes())
     by_name = {kind.__name__: kind for kind in kinds}
     tiles = {name: by_name[tile.pop("kind")](**tile) for name, tile in kept["tiles"].items()}
     return Choice(tiles, str(kept["family"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -407,6 +408,23 @@ def test_when_products_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(products, "_has_quick_product", lambda: False)
     assert not products.is_quick(torch.float32)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_the_processor_is_read_in_any_state_of_the_system(
+    hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sandbox may hide the file, and the user's encoding may not fit it."""
+
+    def read_bytes(path: Path) -> bytes:
+        if hidden:
+            raise PermissionError(13, "Permission denied")
+        return b"vendor_id: AuthenticAMD, \xff"
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(products, "linear_on_cpu", lambda: object())
+    assert products._has_quick_product.__wrapped__() is not hidden
 
 
 def test_taller_steps(monkeypatch: pytest.MonkeyPatch) -> None:
