@@ -194,7 +194,12 @@ def test_an_exception_of_a_file_is_a_mistake(folder: Path, capsys: pytest.Captur
     Path("broken.py").write_text("def near(b, h, q_idx, kv_idx):\n    raise LookupError('mine')\n")
     Path("unready.py").write_text("import a_module_that_there_is_not\n")
     Path("ending.py").write_text("def near(b, h, q_idx, kv_idx):\n    raise SystemExit(0)\n")
+    Path("reading.py").write_text("table = open('a_file_that_there_is_not')\n")
+    Path("wrong.py").write_text("def x(:\n")
+    Path("importing.py").write_text("import wrong\n")
     for name, error in (
+        ("reading.py:near", "FileNotFoundError"),
+        ("importing.py:near", "SyntaxError"),
         ("broken.py:near", "LookupError"),
         ("unready.py:near", "ModuleNotFoundError"),
         ("ending.py:near", "SystemExit"),

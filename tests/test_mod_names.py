@@ -191,6 +191,18 @@ ROWS: list[tuple[type[FlexmodError], Any, str]] = [
         f"  Instead: use one of: {known}; or file.py:function for one of your own.",
     ),
     (
+        base.UnknownModName,
+        lambda folder: choose("my_mods:near", SETTING),
+        "there is no mask or score mod named 'my_mods'.\n"
+        f"  Instead: use one of: {known}; or file.py:function for one of your own.",
+    ),
+    (
+        base.ModExpressionError,
+        lambda folder: choose("my_mods.py:near & causal", SETTING),
+        "'my_mods.py:near & causal' names no mask or score mod: file.py:function stands alone; combine the "
+        "functions of a file in the file.\n" + FORMS,
+    ),
+    (
         base.ModExpressionError,
         lambda folder: choose("causal & 3", SETTING),
         "'causal & 3' names no mask or score mod: 3 is neither a name nor a name with parameters.\n" + FORMS,

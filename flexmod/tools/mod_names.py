@@ -125,6 +125,8 @@ LENGTHS: Mapping[str, Callable[[Setting], int]] = {
 WITHOUT_MASK = ("causal_score",)
 NOTHING = "noop"
 
+files_run: set[str] = set()  # of users, by absolute path
+
 
 def _library(module: ModuleType, kind: str) -> dict[str, Mod]:
     """Returns the functions of a module that return a mod of this kind."""
@@ -207,6 +209,8 @@ class _Reader:
         if of_file:
             function = _of_file(self.text, Path(of_file["path"]), of_file["name"])
             return function, mod_kind(function)
+        if ".py" in self.text:
+            raise self._error("file.py:function stands alone; combine the functions of a file in the file")
         colon = WITH_COLON.fullmatch(self.text)
         source = f"{colon['name']}({colon['parameters']})" if colon else self.text
         try:
@@ -231,6 +235,7 @@ class _Reader:
         if isinstance(node, ast.Name):
             return self._made(node.id, None, {})
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            _check_known(node.func.id)  # before its parameters, which may be names too
             named = {word.arg: self._parameter(word.value) for word in node.keywords if word.arg}
             if len(named) < len(node.keywords) or any(isinstance(a, ast.Starred) for a in node.args):
                 raise self._error("* and ** are not taken")
@@ -253,9 +258,8 @@ class _Reader:
         if name == NOTHING:
             return and_masks(), "mask"
         kind = "mask" if name in MASKS else "score"
-        function = MASKS.get(name) or SCORES.get(name)
-        if function is None:
-            raise UnknownModName(name=name, close=did_you_mean(name, KNOWN), known=", ".join(KNOWN))
+        _check_known(name)
+        function = MASKS.get(name) or SCORES[name]
         if not given and not named and name in USUAL:
             given = list(USUAL[name](self.setting))
         signature = inspect.signature(function)
@@ -271,6 +275,11 @@ class _Reader:
 
     def _error(self, problem: str) -> ModExpressionError:
         return ModExpressionError(text=self.text, problem=problem)
+
+
+def _check_known(name: str) -> None:
+    if name not in KNOWN:
+        raise UnknownModName(name=name, close=did_you_mean(name, KNOWN), known=", ".join(KNOWN))
 
 
 def _shown(value: Any) -> str:
@@ -304,6 +313,7 @@ def _imported(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    files_run.add(str(path.absolute()))
     sys.path.insert(0, str(path.absolute().parent))
     try:
         spec.loader.exec_module(module)

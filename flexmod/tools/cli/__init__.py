@@ -122,10 +122,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.Abort:
         return 130
-    except (FlexmodError, OSError, SyntaxError) as error:  # a file that cannot be written, or read as Python
-        import_module("flexmod.tools.terminal").complain(str(error))
-        return 2
-    except Exception:  # of the user's file: Python's own status for it, 1, would be an answer
-        traceback.print_exc()
+    except Exception as error:
+        if is_a_mistake(error):
+            import_module("flexmod.tools.terminal").complain(str(error))
+        else:  # of the user's file: Python's own status for it, 1, would be an answer
+            traceback.print_exc()
         return 2
     return int(status or 0)
+
+
+def is_a_mistake(error: Exception) -> bool:
+    """Whether the message alone says what is wrong: no code of a user's file raised the error."""
+    if isinstance(error, FlexmodError):
+        return True
+    if not isinstance(error, (OSError, SyntaxError)):  # a file that cannot be written, or read as Python
+        return False
+    names = sys.modules.get("flexmod.tools.mod_names")  # runs the files
+    run = names.files_run if names else ()
+    return not any(frame.f_code.co_filename in run for frame, _ in traceback.walk_tb(error.__traceback__))
