@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 import flexmod
-from flexmod import AuxRequest, create_block_mask, errors, flex_attention
+from flexmod import AuxRequest, create_block_mask, create_mask, errors, flex_attention, masks
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 
@@ -54,6 +54,53 @@ def test_a_backward_under_autocast_stays_in_float32() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         gradients = torch.autograd.grad(out.sum(), case)
     assert all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["AUTO", "INTERPRET", "REFERENCE"])
+def test_autocast_leaves_alone_what_a_mod_computes(backend: str) -> None:
+    """Also in a handle, in a block mask, and in what is traced in a region and used outside of it."""
+    left, right = torch.randn(40, 3), torch.randn(3, 40)
+    case = [x.bfloat16() for x in inputs()]
+    options = {"BACKEND": backend}
+
+    def results() -> list[Tensor]:
+        def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return (left @ right)[q, k] > 0.01
+
+        def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s + (left @ right)[q, k]
+
+        made.append(flexmod.compile(score, near, kernel_options=options))
+        mask = create_block_mask(near, None, None, 40, 40, device="cpu")
+        calls = [flex_attention(*case, score, mask, kernel_options=options)]
+        return [*calls, *(handle(*case) for handle in made), create_mask(near, 1, 1, 40, 40, device="cpu")]
+
+    made: list[Any] = []
+    plain, handle_made_outside, mask = results()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        *inside, mask_inside = results()
+    assert all(torch.equal(plain, other) for other in (handle_made_outside, *inside, made[1](*case)))
+    assert torch.equal(mask, mask_inside)
+
+
+def test_a_block_mask_of_another_half_type_under_autocast() -> None:
+    """torch.cat refuses a half type that is not autocast's."""
+    table = torch.randn(200).half()
+
+    def made() -> Tensor:
+        mod = lambda b, h, q, k: table[q] + table[k] > 0.5  # noqa: E731
+        return create_block_mask(mod, None, None, 200, 200, device="cpu", BLOCK_SIZE=16).to_dense()
+
+    wanted = made()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(made(), wanted)
+
+
+def test_pictures_under_autocast() -> None:
+    mask = create_block_mask(masks.sliding_window(3000), None, None, 5000, 4923, "cpu", BLOCK_SIZE=(100, 72))
+    wanted = str(mask), mask.to_svg()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (str(mask), mask.to_svg()) == wanted
 
 
 def test_autocast_leaves_float64_alone() -> None:

@@ -14,6 +14,7 @@ from flexmod.block_mask.data import MaskData
 from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, both_sizes, tile_count
 from flexmod.errors import ArgumentTypeError
 from flexmod.ir.evaluate import evaluate
+from flexmod.runtime.tensor_kinds import no_autocast
 
 # Elements of partial tiles to evaluate at a time.
 AT_ONCE = 1 << 22
@@ -166,13 +167,14 @@ def cells(mask: MaskData, grid: tuple[int, int]) -> Cells:
     sides = zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True)
     heights, widths = (_sizes(n, size, "cpu").float() for n, size in sides)
     rows, columns = (tile_count(n, step) for n, step in zip(table.shape, steps, strict=True))
-    area = _pooled(heights[:, None], steps[0], 0) @ _pooled(widths[None], steps[1], 1)
     full, partial = (torch.zeros(rows, columns, **ON_CPU) for _ in range(2))
-    for row, band in enumerate(table.split(steps[0])):
-        height = heights[row * steps[0] :][: len(band)]
-        for kind, counts in ((FULL, full), (PARTIAL, partial)):
-            listed = (band == kind).cpu().float()
-            counts[row] = _pooled((height @ listed * widths)[None], steps[1], 1)[0]
+    with no_autocast("cpu"):  # whose products are rounded to a half type
+        area = _pooled(heights[:, None], steps[0], 0) @ _pooled(widths[None], steps[1], 1)
+        for row, band in enumerate(table.split(steps[0])):
+            height = heights[row * steps[0] :][: len(band)]
+            for kind, counts in ((FULL, full), (PARTIAL, partial)):
+                listed = (band == kind).cpu().float()
+                counts[row] = _pooled((height @ listed * widths)[None], steps[1], 1)[0]
     size = mask.BLOCK_SIZE
     kept = _kept(mask, table, steps, partial)
     return Cells(area, full, partial, kept, (steps[0] * size[0], steps[1] * size[1]))

@@ -31,6 +31,7 @@ from flexmod.block_mask.tiles import EMPTY, FULL, PARTIAL, keep_padding_partial
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.intervals import Analysis, BoundsTerm, analyze
 from flexmod.ir.trace import Traced
+from flexmod.runtime.tensor_kinds import no_autocast
 
 Sizes = tuple[int, int, int, int]
 # the bounds of terms by the names of their inputs
@@ -192,9 +193,10 @@ def classify(traced: Traced, sizes: Sizes, block: tuple[int, int], device: torch
     `sizes` is (B, H, Q_LEN, KV_LEN), and `traced` is fitted to them. A dimension is 1 if the graph does not
     read b, or h.
     """
-    refined = Refined(traced, sizes, block, device)
-    refined.by_bounds()
-    refined.by_closer_looks()
+    with no_autocast(device.type):
+        refined = Refined(traced, sizes, block, device)
+        refined.by_bounds()
+        refined.by_closer_looks()
     return keep_padding_partial(refined.table, sizes[2:], block)
 
 
@@ -206,11 +208,12 @@ def finish(traced: Traced, sizes: Sizes, block: tuple[int, int], table: Tensor) 
     is_open = table == OPEN
     if 2 * int(is_open.sum()) > table.numel():
         return classify(traced, sizes, block, table.device)
-    refined = Refined(traced, sizes, block, table.device)
-    apart = [max(pair) for pair in zip(table.shape, refined.shape, strict=True)]
-    refined.table = table.expand(apart).clone()
-    refined.open = (refined.table == OPEN).nonzero()
-    refined.run_on_open()
+    with no_autocast(table.device.type):
+        refined = Refined(traced, sizes, block, table.device)
+        apart = [max(pair) for pair in zip(table.shape, refined.shape, strict=True)]
+        refined.table = table.expand(apart).clone()
+        refined.open = (refined.table == OPEN).nonzero()
+        refined.run_on_open()
     return refined.table
 
 

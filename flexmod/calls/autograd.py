@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -355,7 +354,7 @@ class Gradient(torch.autograd.Function):
         call, mask, needs, kept, grad_out, *others = arguments
         if tensor_kinds.is_batched(grad_out):
             raise errors.VmapError(name="the gradient of the output")
-        with no_autocast(grad_out.device.type):
+        with tensor_kinds.no_autocast(grad_out.device.type):
             result: Tensors = call.backward(mask, needs, kept, (grad_out, *others))
         return result
 
@@ -379,16 +378,6 @@ class Gradient(torch.autograd.Function):
 # torch asks for the signature at every call; a stored one takes a tenth of the time.
 for function in (Attention, Gradient):
     function.forward.__signature__ = inspect.signature(function.forward)  # type: ignore[attr-defined]
-
-
-def no_autocast(kind: str) -> AbstractContextManager[None]:
-    """Disables autocast in a block, so that a backend's float32 operations stay float32."""
-    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
-
-
-def autocasts(kind: str) -> bool:
-    """Returns whether autocast is on for a device type; False for types without autocast, such as meta."""
-    return kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)
 
 
 WRITTEN = "modified by an inplace operation"  # part of torch's message

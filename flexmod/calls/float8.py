@@ -16,7 +16,6 @@ There is no backward: a call that needs a gradient raises Float8GradientError.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -330,8 +329,7 @@ def _scales(row_max: Tensor, by: str, largest: float) -> tuple[Tensor, Tensor]:
 def _rotated(x: Tensor) -> Tensor:
     """Multiplies each part of each row by the same orthogonal matrix, in float32."""
     parts = x.to(torch.float32).unflatten(-1, (-1, _rotation_size(x.shape[-1])))
-    kind = x.device.type
-    with torch.autocast(kind, enabled=False) if kind in ("cuda", "cpu") else nullcontext():
+    with tensor_kinds.no_autocast(x.device.type):
         return (parts @ _rotation(parts.shape[-1], x.device)).flatten(-2)
 
 

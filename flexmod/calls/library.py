@@ -261,7 +261,7 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Returns out, lse, the row maximum, and two tensors for the backward; absent ones have no elements."""
     given, track = Given(*rest[:-1]), rest[-1]
-    with autograd.no_autocast(query.device.type):
+    with tensor_kinds.no_autocast(query.device.type):
         call, mask = _put_together(query, key, value, given, track)
         captured = [given.captured[place] for place in call.places]
         found = call.forward(mask, (query, key, value, *captured))
@@ -372,7 +372,7 @@ def _gradient(
 ) -> list[Tensor]:  # fmt: skip
     """Returns gradients of query, key, value and each captured tensor, in this order, if `needs` is True."""
     given, needs = Given(*rest[:-1]), rest[-1]
-    with autograd.no_autocast(query.device.type):
+    with tensor_kinds.no_autocast(query.device.type):
         call, mask = _put_together(query, key, value, given, True)
         named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
         _check_gradient(query, value, {**named, "first": first, "second": second})

@@ -126,7 +126,7 @@ def attend(
     if not ready.autocast:
         return autograd.run(ready, mask, query, key, value, captured, plain=True)
     query, key, value = cast_by_autocast(query, key, value)
-    with autograd.no_autocast(query.device.type):
+    with tensor_kinds.no_autocast(query.device.type):
         return autograd.run(ready, mask, query, key, value, captured, plain=True)
 
 
@@ -215,9 +215,9 @@ def _check_and_attend(
     tensor_kinds.check({"query": query, "key": key, "value": value})
     backend_of(options, query)  # raises before any cast or trace
     asked = asked._replace(scale=checked_scale(asked.scale))
-    autocast = autograd.autocasts(query.device.type)
+    autocast = tensor_kinds.autocasts(query.device.type)
     query, key, value = cast_by_autocast(query, key, value)
-    with autograd.no_autocast(query.device.type):
+    with tensor_kinds.no_autocast(query.device.type):
         source, places = asked.score.trace(query.device) if asked.score.trace else (None, ())
         if source is not None:
             named = source.named()
@@ -323,7 +323,7 @@ def float32_precision() -> Literal["ieee", "tf32"]:
 
 def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts query, key and value under autocast, as autocast does for torch's own attention."""
-    if not autograd.autocasts(tensors[0].device.type):
+    if not tensor_kinds.autocasts(tensors[0].device.type):
         return tensors
     return tuple(t.to(dtype) for t, dtype in zip(tensors, dtypes_under_autocast(*tensors), strict=True))
 
@@ -331,7 +331,7 @@ def cast_by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def dtypes_under_autocast(*tensors: Tensor) -> tuple[torch.dtype, ...]:
     """Returns the dtypes of query, key and value after autocast's casts."""
     kind = tensors[0].device.type
-    if not autograd.autocasts(kind):
+    if not tensor_kinds.autocasts(kind):
         return tuple(t.dtype for t in tensors)
     dtype = torch.get_autocast_dtype(kind)
     kept = (torch.float64, *FLOAT8)

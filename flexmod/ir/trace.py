@@ -37,6 +37,7 @@ from flexmod.ir.source import (
 from flexmod.ir.torch_calls import Watch, WatchOperations
 from flexmod.ir.vectors import Vector
 from flexmod.runtime.private_torch import enable_torch_function
+from flexmod.runtime.tensor_kinds import no_autocast
 
 NUMPY_RANDOM = "numpy.random", 0
 GENERATORS = {"Generator": "bit_generator", "RandomState": "_bit_generator"}
@@ -135,9 +136,13 @@ def watching(tracer: Tracer) -> Iterator[None]:
 
     A call may come from a __torch_function__ or from an operation of torch.library, where torch functions are
     switched off. A mode of the caller must not see traced values. Gradients are on in
-    every state of the caller, so that a mod that turns them off is noticed.
+    every state of the caller, so that a mod that turns them off is noticed. Autocast is off, also for what a
+    mod computes from captured tensors: a trace may serve calls in another state.
     """
-    with enable_torch_function(), torch.enable_grad(), WatchOperations(tracer), Watch(tracer):
+    with (
+        enable_torch_function(), torch.enable_grad(), no_autocast("cpu"), no_autocast("cuda"),
+        WatchOperations(tracer), Watch(tracer),
+    ):  # fmt: skip
         yield
 
 

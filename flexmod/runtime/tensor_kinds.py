@@ -11,7 +11,7 @@ others raise errors, before anything runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -112,6 +112,16 @@ def records_gradients() -> bool:
     TorchDynamo cannot trace it.
     """
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def no_autocast(kind: str) -> AbstractContextManager[None]:
+    """Disables autocast in a block, so that the float32 operations of backends and mods stay float32."""
+    return torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext()
+
+
+def autocasts(kind: str) -> bool:
+    """Returns whether autocast is on for a device type; False for types without autocast, such as meta."""
+    return kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)
 
 
 def check_transforms(tensors: Mapping[str, object]) -> None:
