@@ -9,6 +9,7 @@ Triton 3.6 to 3.9 have these faults of arithmetic, which `correct` corrects in t
 - A comparison keeps its operands' type, so a later operation with a block sees floats.
 - An index comes from a one-element array, which newer numpy refuses.
 - The operator `~` on an unsigned number asks numpy for -1 of that type.
+- The maximum of a row of NaN alone makes numpy warn.
 
 Its types and checks take more time than numpy's arithmetic: with `quicken` a kernel takes 0.3 of the time.
 """
@@ -27,6 +28,7 @@ from flexmod.errors import InterpreterOperationError
 
 Array = NDArray[Any]
 MEMO = 4096
+WITHOUT_WARNING = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
 
 
 def widen(bits: Array) -> Array:
@@ -103,6 +105,11 @@ def correct(interpreter: Any, tl: Any) -> None:
             return handle(np.invert(np.zeros(1, numpy_dtype(type))), type.scalar)
         return plain_ones(self, type)
 
+    def min_max(self: Any, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        return plain_min_max(self, input, WITHOUT_WARNING.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+
+    plain_min_max = interpreter.ReduceOps.min_max
+    interpreter.ReduceOps.min_max = min_max
     plain_ones = builder.get_all_ones_value
     plain_binary, plain_fma = builder.binary_op, builder.create_fma
     plain_fp_to_fp, plain_dot = builder.create_fp_to_fp, builder.create_dot

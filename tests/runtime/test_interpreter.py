@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections.abc import Callable
@@ -350,6 +351,18 @@ def test_a_block_has_no_truth(body: str) -> None:
 def test_a_reduction_of_bfloat16_is_refused() -> None:
     with pytest.raises(InterpreterOperationError, match="a reduction or scan of bfloat16"):
         kernel("x = tl.sum(tl.full([4], 1.0, tl.bfloat16), 0)", "X")[(1,)](torch.zeros(1))
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_largest_of_nan_alone_makes_no_warning() -> None:
+    x = torch.tensor([math.nan, math.nan, 1.0, math.nan]).view(2, 2)
+    body = "i = tl.arange(0, 2)\nx = tl.load(X + i[:, None] * 2 + i)\n"
+    for name in ("max", "min"):
+        y, z = torch.empty(2), torch.empty(1)
+        stores = f"tl.store(Y + i, tl.{name}(x, 1))\ntl.store(Z, tl.{name}(x))"
+        kernel(body + stores, "X, Y, Z")[(1,)](x, y, z)
+        torch.testing.assert_close(y, torch.tensor([math.nan, 1.0]), equal_nan=True)
+        assert z.item() == 1.0
 
 
 def test_libdevice_can_be_imported_and_is_refused_when_called() -> None:
