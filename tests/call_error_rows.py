@@ -347,6 +347,12 @@ TENSORS: list[Row] = [
     ),
     (
         errors.TensorKindError,
+        lambda: captured_by_score("bias", torch.nn.LazyLinear(4).bias),
+        "bias is a parameter of a lazy module, without a shape yet; no kernel can read it.\n"
+        "  Instead: pass bias after the first forward of its module.",
+    ),
+    (
+        errors.TensorKindError,
         lambda: parts(kv_indices=torch.zeros(1, 1, 1, 1, dtype=torch.int32).to_sparse()),
         "kv_indices is a tensor of layout torch.sparse_coo; no kernel can read it.\n"
         "  Instead: pass kv_indices.to_dense().",

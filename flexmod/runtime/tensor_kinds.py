@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
 
 from flexmod.errors import (
     FakeTensorError,
@@ -305,6 +306,11 @@ def check_class(name: str, tensor: Tensor) -> None:
     override = kind.__torch_function__
     if override is NO_OVERRIDE or getattr(override, "__func__", None) is Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
         return
+    if is_lazy(tensor):
+        raise TensorKindError(
+            name=name, kind="a parameter of a lazy module, without a shape yet",
+            advice=f"{name} after the first forward of its module",
+        )  # fmt: skip
     raise TensorKindError(
         name=name, kind=f"of the class {kind.__name__}, whose own __torch_function__ may change what is read",
         advice=f"{name}.as_subclass(torch.Tensor), if its storage holds the elements",
