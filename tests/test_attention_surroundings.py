@@ -83,6 +83,21 @@ def test_autocast_leaves_alone_what_a_mod_computes(backend: str) -> None:
     assert torch.equal(mask, mask_inside)
 
 
+def test_autocast_leaves_alone_what_a_mod_computes_in_a_graph() -> None:
+    left, right = torch.randn(40, 3), torch.randn(3, 40)
+    case = inputs()
+
+    def step(*tensors: Tensor) -> Any:
+        near = lambda b, h, q, k: (left @ right)[q, k] > 0.01  # noqa: E731
+        score = lambda s, b, h, q, k: s + (left @ right)[q, k]  # noqa: E731
+        mask = create_block_mask(near, None, None, 40, 40, device="cpu")
+        return flex_attention(*tensors, score, mask)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.compile(step, backend="aot_eager", fullgraph=True)(*case)
+    assert torch.equal(found, step(*(x.bfloat16() for x in case)))
+
+
 def test_a_block_mask_of_another_half_type_under_autocast() -> None:
     """torch.cat refuses a half type that is not autocast's."""
     table = torch.randn(200).half()

@@ -49,6 +49,7 @@ from flexmod.runtime.private_torch import (
     guard_defaults,
     let_modes_change,
 )
+from flexmod.runtime.tensor_kinds import no_autocast
 
 METHOD_WHERE = "where of a tensor"
 GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the number of its graph
@@ -368,7 +369,7 @@ def record(mod: Callable[..., Any], kind: str, device: torch.device) -> Recorded
     recorder = Recorder(kind, device)
     guard_defaults()
     let_modes_change(True)
-    with recorder:
+    with no_autocast("cpu"), no_autocast("cuda"), recorder:
         let_modes_change(False)
         result = mod(*recorder.arguments)
     noted = recorder.noted(result)
