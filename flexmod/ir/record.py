@@ -82,24 +82,22 @@ class Recorder(TorchFunctionMode):
         self.device = device
         self.differentiates = torch.is_grad_enabled()
         dtypes = [torch.int32] * 4 if kind == "mask" else [torch.float32, *[torch.int32] * 4]
-        # arguments and results in order
-        self.values = [torch.empty(SHAPE, dtype=dtype, device=device) for dtype in dtypes]
-        self.arguments = tuple(self.values)
+        self.arguments = tuple([torch.empty(SHAPE, dtype=dtype, device=device) for dtype in dtypes])
+        self.places = dict(zip(self.arguments, range(5), strict=False))  # of arguments and results
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name, known, random, in_place = _name(func)
+        name, known, random, in_place, converting = _name(func)
         if func is CARRIER and len(args) > 1:
             self.steps.append((expect_size.__name__, self.noted(args), (), False))
-            self.values.append(args[0].clone())
-            return self.values[-1]
+            return self._placed(args[0])
         if random:
             raise errors.RandomNumberError(operation=f"torch.{name}")
         if in_place:
             raise errors.MutationError(operation=name)
-        if name in PASSED_ON or not (self._met(args) or self._met(tuple(kwargs.values()))):
+        if name in PASSED_ON or not (_met(args) or kwargs and _met(tuple(kwargs.values()))):
             fact = self._called(func, args, kwargs) if name == "__get__" else None
             return func(*args, **kwargs) if fact is None or isinstance(fact, Tensor) else fact
         if name == "__bool__":
@@ -119,12 +117,16 @@ class Recorder(TorchFunctionMode):
             result = self._called(func, args, kwargs)
             # most other functions of vectors are traced once for each element, and torch promotes scalars
             # differently
-            own = reduces(name.strip("_"), args) or converting_row(name) is not None
-            if isinstance(result, Tensor) and result.dim() and not own:
+            scalars = isinstance(result, Tensor) and result.dim() and not converting
+            if scalars and not reduces(name.strip("_"), args):
                 result = result.to(self._called(func, args, kwargs, scalars=True).dtype)
+        return self._placed(result)
+
+    def _placed(self, result: Any) -> Any:
+        """The result of the last step as the mod sees it."""
         if isinstance(result, Tensor):
-            result = result.new_empty((*result.shape, *SHAPE))
-        self.values.append(result)
+            result = result.new_empty((*_shape(result), *SHAPE))
+            self.places[result] = len(self.arguments) + len(self.steps) - 1
         return result
 
     def _called(self, func: Callable[..., Any], args: Any, kwargs: Any, scalars: bool = False) -> Any:
@@ -137,11 +139,10 @@ class Recorder(TorchFunctionMode):
         ("real", place), ("tuple", entries), ("list", entries), or ("constant", value).
         """
         if isinstance(value, Tensor):
-            place = _place(value, self.values)
-            if place >= 0:
-                return ("value", place)
             if value.dim() >= len(SHAPE):
-                raise errors.InGraphModError()
+                if value not in self.places:
+                    raise errors.InGraphModError()
+                return ("value", self.places[value])
             place = _place(value, self.captured)
             if place < 0:
                 place = len(self.captured)
@@ -169,25 +170,29 @@ class Recorder(TorchFunctionMode):
             return ("real", len(self.reals) - 1)
         return ("constant", value)
 
-    def _met(self, values: Iterable[Any]) -> bool:
-        for value in values:
-            if isinstance(value, Tensor):
-                if value.dim() >= len(SHAPE) or _place(value, self.values) >= 0:
-                    return True
-            elif isinstance(value, (tuple, list)) and self._met(value):
+
+def _met(values: Iterable[Any]) -> bool:
+    """Is a value of a recorded mod among them?"""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.dim() >= len(SHAPE):
                 return True
-        return False
+        elif isinstance(value, (tuple, list)) and _met(value):
+            return True
+    return False
 
 
 @assume_constant
-def _name(func: Callable[..., Any]) -> tuple[str, bool, bool, bool]:
-    """A function's name, and whether a trace knows it, it draws random numbers, and it writes in place."""
+def _name(func: Callable[..., Any]) -> tuple[str, bool, bool, bool, bool]:
+    """A function's name, and whether a trace knows it, it draws random numbers, it writes in place, and it
+    converts scalars to the dtype of vectors.
+    """
     name: str = func.__name__
     if getattr(func, "__module__", "") == "_operator":  # from torch.export
         name = f"__{name.strip('_')}__"
     if name == "where" and func is not torch.where:  # the method has another order of arguments
         name = METHOD_WHERE
-    return name, _is_known(name), draws(name), writes(name)
+    return name, _is_known(name), draws(name), writes(name), converting_row(name) is not None
 
 
 def _place(tensor: Any, tensors: Sequence[Tensor]) -> int:
