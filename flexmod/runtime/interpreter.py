@@ -157,7 +157,7 @@ def compile_for_interpreter(text: str, file: str) -> CodeType:
         file: the path that tracebacks name.
     """
     tree: Any = parse(text, file)
-    for node in ast.walk(tree):
+    for node in tree.body:
         if isinstance(node, ast.FunctionDef) and "jit" in map(_called, node.decorator_list):
             node.body = [_Statements().visit(statement) for statement in node.body]
     return compile(tree, file, "exec", dont_inherit=True)
@@ -171,6 +171,11 @@ def _called(node: ast.expr) -> str:
 
 class _Statements(ast.NodeTransformer):
     """Rewrites the statements of one function."""
+
+    def visit_Name(self, node: ast.expr) -> ast.expr:
+        return node
+
+    visit_Constant = visit_Name
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         self.generic_visit(node)
@@ -324,6 +329,8 @@ class Language:
 
     def to_tensor(self, value: Any) -> Any:
         """Converts an assigned value like the compiler: numbers become tensors, also inside tuples."""
+        if type(value) is self.tl.tensor:
+            return value
         if isinstance(value, tuple):
             return tuple(map(self.to_tensor, value))
         return self.interpreter.interpreter_semantic.to_tensor(value, False)
