@@ -66,7 +66,7 @@ def on_python(
             own_start(kernels, name, device, programs, arguments)
             return
         p = kernels.portable
-        source = text(p.spec, kernels.score, p.mask, p.grad, p.captures)
+        source = _text(p.spec, kernels.score, p.mask, p.grad, p.captures)
         if ordered:
             rows = {n: x for n, x in arguments.items() if n.endswith("_ORDER") and x is not None}
             arguments = {**arguments, **{n: by_length(x) for n, x in rows.items()}}
@@ -96,6 +96,9 @@ def on_python(
         mock.patch.object(launch, "layout", lambda block, dtype: None),
     ):
         yield
+
+
+_text = lru_cache(16)(text)  # one for the launches of a backward
 
 
 def by_length(rows: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ class Shared:
     @staticmethod
     def new(dtype: Any, shape: Sequence[int], layout: Any, fill: float) -> Shared:
         kind = np.int64 if dtype == "int32" else np.float64
-        facts = [np.zeros(shape, dtype=np.int32) for _ in range(2 + PARTITIONS)]
-        return Shared([np.full(shape, fill, dtype=kind), *facts], dtype, layout)
+        writer = np.zeros(shape, dtype=np.intp)  # numpy reads by this type of index at once
+        times = [np.zeros(shape, dtype=np.int32) for _ in range(1 + PARTITIONS)]
+        return Shared([np.full(shape, fill, dtype=kind), writer, *times], dtype, layout)
 
     @property
     def array(self) -> np.ndarray:
