@@ -158,7 +158,9 @@ def run(folder: Path, tests: str, long: bool) -> tuple[bool, str]:
     failed = [
         line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
     ]
-    return done.returncode == 1 and bool(failed), failed[0] if failed else done.stdout[-300:]
+    # a fault that writes outside of memory may also end the process, after its test has failed
+    ended = done.returncode == 1 or done.returncode < 0
+    return ended and bool(failed), failed[0] if failed else done.stdout[-300:]
 
 
 def main() -> int:
