@@ -81,9 +81,10 @@ class Shared:
         if not self.written_before(clock, by is not None):
             raise Race(f"over what another writes: {source_line()}")
         for number, reads in enumerate(self.parts[3:]):
-            late = reads[reads > clock[0, number]]
-            if late.size:
-                actor.actors[number].caught(np.unique(late).tolist(), f"{actor.name}: {source_line()}")
+            known = clock[0, number]
+            if reads.max() > known:
+                late = np.unique(reads[reads > known]).tolist()
+                actor.actors[number].caught(late, f"{actor.name}: {source_line()}")
         self.parts[1][...] = by.number if by else actor.number
         self.parts[2][...] = by.phase + 1 if by else actor.time
 

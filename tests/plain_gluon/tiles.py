@@ -51,9 +51,9 @@ def real(x: Any) -> Any:
 
 
 def tile(x: Any, product: Any = None) -> Any:
-    if np.ndim(x) == 0:
-        return x
     made = np.asarray(x)
+    if made.ndim == 0:
+        return x
     if made.dtype.kind == "f":
         made = made.astype(_REAL[-1], copy=False)
     made = made.view(Tile)
