@@ -64,18 +64,17 @@ def covering(
     found: set[int] = set()
     given = sorted(kept)
     while given or any(left):
-        best = (
-            given.pop()
-            if given
-            else max(
-                range(len(cases)),
+        if given:
+            best = given.pop()
+        else:
+            most = max(map(len, left))
+            best = min(
+                (number for number, its in enumerate(left) if len(its) == most),
                 key=lambda number: (
-                    len(left[number]),
-                    -sum(value in costly for value in cases[number].values()),
-                    -sum(used[value] for value in cases[number].items()),
+                    sum(value in costly for value in cases[number].values()),
+                    sum(used[value] for value in cases[number].items()),
                 ),
             )
-        )
         found.add(best)
         used.update(cases[best].items())
         new = left[best]
