@@ -44,7 +44,7 @@ FINITE = {
     "backends.products._has_quick_product": "nothing",
     "codegen.device_functions.module_text": "files of device functions",
     "codegen.device_functions.functions": "files of device functions",
-    "codegen.device_functions._calls": "nothing",
+    "codegen.device_functions._call": "names of device functions",
     "codegen.render._environment": "nothing",
     "codegen.cache._warn_once": "folders",
     "runtime.side_by_side.start_second_process": "nothing",

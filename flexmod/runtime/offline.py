@@ -48,7 +48,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     """What the assembler warned of, e.g. serialized matrix instructions (C7510)."""
     size: int = 0
-    """Bytes of its instructions, for Hopper."""
+    """Bytes of its instructions, where `compiler_bugs` counts them; otherwise 0."""
     losses: tuple[str, ...] = ()
     """What the machine code lacks of what its text asks for: see `compiler_bugs`."""
     asm: Mapping[str, Any] = field(default_factory=dict, repr=False)
