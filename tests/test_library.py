@@ -566,6 +566,7 @@ VECTORS: dict[str, Callable[..., Any]] = {
     "the first dimension": lambda s, b, h, q, k: s * ROWS[q].sum(0) + torch.stack(tensors=[s, ONE], dim=0)[1],
     "len": lambda s, b, h, q, k: s * len(ROWS[q]) * (1 + s.dim()),
     "ndim": lambda s, b, h, q, k: s * (1 + s.ndim + 2 * ROWS[q].ndim) + len(q.shape) + len(PAIRS[q].shape),
+    "numel": lambda s, b, h, q, k: s * (s.numel() + torch.numel(ROWS[q])) + torch.is_floating_point(ROWS[q]),
     "whole shapes": lambda s, b, h, q, k: s * (1 + (s.shape == ())) * (3 + (ROWS[q].shape == (3,))),
     "size": lambda s, b, h, q, k: s * sum(ROWS[q][n] for n in range(ROWS[q].size(0))) * ROWS[q].dim(),
     "shape": lambda s, b, h, q, k: s * ROWS[q].shape[0] + (ROWS[k] * ROWS[q]).sum() / ROWS[k].shape[-1],

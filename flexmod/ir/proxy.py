@@ -74,6 +74,14 @@ class TracedValue:
     def dim(self) -> int:
         return len(self.shape)
 
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    nelement = numel
+
+    def is_floating_point(self) -> bool:
+        return bool(self.dtype.is_floating_point)
+
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
@@ -161,9 +169,6 @@ class Proxy(TracedValue):
 
     shape = property(lambda self: torch.Size(()))
     requires_grad = property(lambda self: False)
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
 
     def __pos__(self) -> Proxy:
         return self

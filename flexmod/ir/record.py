@@ -57,7 +57,10 @@ SHAPE = (1,) * RECORDED_DIMENSIONS
 PASSED_ON = ("__get__", "__repr__", "__format__")  # reads of attributes like dtype, and texts
 OPERATORS = {"__rdiv__": "__truediv__"}
 PUBLIC_NAMES = {"log_sigmoid": "logsigmoid"}  # of functions whose __name__ is another
-METADATA = ("size", "dim", "ndimension", "__len__", "is_floating_point", "stride", "storage_offset")
+METADATA = (
+    "size", "dim", "ndimension", "__len__", "is_floating_point", "numel", "nelement", "stride",
+    "storage_offset",
+)  # fmt: skip
 FORMS: dict[str, Callable[..., Any]] = {"tuple": tuple, "list": list}
 Numbers = tuple[Sequence[int], Sequence[float]]
 Step = tuple[str, Any, tuple[tuple[str, Any], ...], bool]

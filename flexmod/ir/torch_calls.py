@@ -45,8 +45,10 @@ def call(tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if func is torch.Tensor.where:  # x.where(condition, y) is torch.where(condition, x, y)
         kwargs = {"input": args[0], **dict(zip(("condition", "other"), args[1:], strict=False)), **kwargs}
         args = ()
-    if not args and (bare in FILLS or bare in SPECIAL):
+    if not args and (bare in FILLS or bare in SPECIAL or bare in FACTS):
         args = tuple([kwargs.pop(each) for each in ("input", "self", "data") if each in kwargs][:1])
+    if bare in FACTS:
+        return getattr(args[0], bare)()
     wide = any(map(is_wide, (*args, *kwargs.values())))
     if bare in vectors.MADE or (wide and vectors.reduces(bare, args)):
         return vectors.call(tracer, bare, args, kwargs)
@@ -210,6 +212,8 @@ SPECIAL: dict[str, Callable[..., Proxy]] = {
     **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), _to),
     "expect_size": lambda tracer, *args: tracer.expect_size(*args[:4], sequences=args[4]),
 }
+# the names of functions that say what a method says
+FACTS = ("numel", "is_floating_point")
 # the names of functions of scalars
 OF_SCALARS = frozenset({*CASTS, *FILLS, *SPECIAL, *BY_TORCH_NAME, *COMPOSED})
 

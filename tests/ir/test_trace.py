@@ -133,6 +133,9 @@ FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     ),
     "dtypes": lambda x, q, k: x.to(x.dtype) + (x.dtype == torch.float32) + (q.dtype == torch.int32) * 2,
     "facts": lambda x, q, k: x + x.dim() + len(x.shape) + x.ndim + (1 if x.is_floating_point() else 0),
+    "facts by functions": lambda x, q, k: (
+        x * x.numel() + torch.numel(q) + (3 if torch.is_floating_point(q) else 5) + k.nelement()
+    ),
     "where of numbers": lambda x, q, k: torch.where(q > k, 1, 0) * 2**33 * 0.5 + torch.where(q > 2, 0.5, 1),
     "where by keyword": lambda x, q, k: torch.where(condition=q > k, input=x, other=-x),
     "where, a method": lambda x, q, k: x.where(q > k, 2.0),
