@@ -191,7 +191,7 @@ def chunked(spec: KernelSpec, score: ModText | None, captures: CaptureTexts) -> 
 
 
 def _divisible(score: ModText | None, captures: CaptureTexts) -> bool:
-    """Is all that a backward does with a score done by chunks of queries?
+    """Does a backward treat each query's scores on their own?
 
     Sums of captures' terms must be by column, and take only the finished gradient.
     """

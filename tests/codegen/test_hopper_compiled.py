@@ -56,7 +56,7 @@ def by_windows(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 def test_what_a_first_query_is_a_multiple_of_is_told_where_it_helps() -> None:
     """Where positions are divided or masked; between plain differences it makes longer addresses."""
-    told = "start_m & (2**31 - BLOCK_M)"
+    told = "first_query = (start_m & (2**31 - BLOCK_M)) + CHUNK * OWN_M"
     assert told not in explain(mods.relative_position()).sources["hopper backward"]
     assert told in explain(mods.relative_position(), near).sources["hopper backward"]
     assert told in explain(by_windows).sources["hopper backward"]
@@ -183,7 +183,7 @@ def test_what_a_score_judges_is_not_held_for_the_mask() -> None:
     assert compiled("forward", of_near_ones, near, 128).spills <= 64
     modules = explain(of_near_ones, near).sources
     assert "gl.multiple_of(opaque(first_key)" in modules["hopper forward"]
-    assert "first_query = (opaque(start_m) & " in modules["hopper backward"]
+    assert "first_query = (opaque(start_m) & (2**31 - BLOCK_M)) + CHUNK * OWN_M" in modules["hopper backward"]
     plain = explain(bias_of_keys, near).sources
     assert "opaque(first_key)" not in plain["hopper forward"]
 
