@@ -205,7 +205,7 @@ def quicken(interpreter: Any, tl: Any) -> None:
 
         setattr(owner, name, quick[name](run) if owner is tl.core.tensor and name in quick else run)
 
-    quick = _quick_methods(interpreter, tl)
+    quick = _quick_methods(interpreter, tl, kept)
     interpreter._patch_attr = patch_attr
 
 
@@ -290,13 +290,14 @@ LOGIC: dict[str, Function] = {"and": np.bitwise_and, "or": np.bitwise_or}
 OPERATORS = {**COMPARISONS, **ARITHMETIC, **LOGIC}
 
 
-def _quick_methods(interpreter: Any, tl: Any) -> dict[str, Callable[[Method], Method]]:
+def _quick_methods(interpreter: Any, tl: Any, dtypes: set[str]) -> dict[str, Callable[[Method], Method]]:
     """Makes quicker methods of tensors from Triton's, by name: numpy computes where no operand is converted.
 
-    The first call for each pair of types goes Triton's way, which finds the type of the result.
+    The first call for each pair of types goes Triton's way, which finds the type of the result. `dtypes`
+    names those that no operation converts beside one of their own.
     """
     semantic, tensor, handle = interpreter.interpreter_semantic, tl.core.tensor, interpreter.TensorHandle
-    signed, dtypes = {*tl.dtype.SINT_TYPES}, {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp32", "fp64"}
+    signed = {*tl.dtype.SINT_TYPES}
 
     @lru_cache(MEMO, typed=True)
     def constant(dtype: str, number: Any) -> Any:
