@@ -25,7 +25,7 @@ NAME, TARGET = "hopper", "sm_90"
 WIDEST = 256
 # the fastest shapes spill up to 30 registers; if all spill more than `endured`, the portable kernels run
 LIMITS = Limits(passing=32, endured=64, by_code=True, gives_way=True)
-# bytes of instructions that a processor keeps at hand; it waits for those of a longer forward
+# bytes of a forward's instructions: a processor waits if there are more, since it has no room for them
 LONGEST = 112 << 10
 # a thread's registers by the number of consumers: in a consumer, in the producer, and at the start
 REGISTERS: Mapping[int, Registers] = {1: (232, 24, 128), 2: (240, 24, 168), 3: (160, 32, 128)}

@@ -293,8 +293,8 @@ OPERATORS = {**COMPARISONS, **ARITHMETIC, **LOGIC}
 def _quick_methods(interpreter: Any, tl: Any, dtypes: set[str]) -> dict[str, Callable[[Method], Method]]:
     """Makes quicker methods of tensors from Triton's, by name: numpy computes where no operand is converted.
 
-    The first call for each pair of types goes Triton's way, which finds the type of the result. `dtypes`
-    names those that no operation converts beside one of their own.
+    The first call for each pair of types goes Triton's way, which finds the type of the result. An
+    operand whose dtype is named in `dtypes` stays as it is beside one of the same dtype.
     """
     semantic, tensor, handle = interpreter.interpreter_semantic, tl.core.tensor, interpreter.TensorHandle
     signed = {*tl.dtype.SINT_TYPES}
