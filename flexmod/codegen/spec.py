@@ -250,7 +250,8 @@ class Limits(NamedTuple):
 
     def passed(self, verdict: Verdict, rung: object) -> bool:
         passing = max(self.passing, getattr(rung, "passing", 0))
-        fits = verdict.spills <= passing and verdict.size <= getattr(rung, "longest", math.inf)
+        longest = getattr(rung, "longest", None)
+        fits = verdict.spills <= passing and (longest is None or verdict.size <= longest)
         return verdict.refusal is None and fits and not verdict.losses
 
 

@@ -17,7 +17,7 @@ from reference_case import make_case
 from torch import Tensor
 from triton.compiler.errors import CompilationError
 
-from flexmod import create_block_mask
+from flexmod import create_block_mask, mods
 from flexmod.backends import arguments, hopper, triton
 from flexmod.backends.arguments import Problem
 from flexmod.backends.families import families, obstacle
@@ -205,10 +205,17 @@ def test_a_verdict_in_words() -> None:
     assert str(Verdict(0, size=5000)) == "a thread spills 0 registers, 4 KB of instructions"
 
 
-@pytest.mark.parametrize(("way", "chosen"), [("forward", 1), ("backward", 0)])
-def test_a_forward_has_no_long_code(way: str, chosen: int) -> None:
-    """A processor waits for instructions that it has no room for. A backward has no shorter shape."""
-    ladder = made(way)[0].ladder(way)
+@pytest.mark.parametrize(
+    ("way", "score_mod", "chosen"),
+    [("forward", capped, 1), ("forward", mods.alibi(4), 0), ("forward", None, 0), ("backward", capped, 0)],
+)
+def test_a_forward_that_computes_has_no_long_code(way: str, score_mod: Any, chosen: int) -> None:
+    """A processor waits for instructions that it has no room for. A backward has no shorter shape.
+
+    What computes little has long code too: steep slopes have a loop of their own, as do full blocks.
+    """
+    kernels = ahead.kernels_on(variant(score_mod, far, head_dim=64), way, "sm_90")
+    ladder = kernels.ladder(way)
     found = choose(ladder, lambda shape: Verdict(size=LONGEST + (shape is ladder[0])), LIMITS)
     assert found.rung == ladder[chosen]
 
