@@ -509,6 +509,16 @@ def test_a_record_is_traced_as_the_mod_itself(numbers: Sequence[int]) -> None:
     compiled_equals_plain([some[number] for number in numbers])
 
 
+def test_numbers_on_either_side_make_one_graph() -> None:
+    """So calls in a graph and outside run the same kernels, and results have the same bits."""
+    for mod in (
+        lambda s, b, h, q, k: 20.0 * torch.tanh(s / 20.0) + (3.5 + s) - 0.1 * abs(q - k),
+        lambda s, b, h, q, k: s * torch.sigmoid(1.702 * s) + 2 ** (-0.5 * (1 + h)) * (k - q),
+        lambda s, b, h, q, k: s + ((3 & q) | (1 ^ k)) + (True | (q > k)) - 1 / (2 + s) - (1 - s),
+    ):
+        assert record(mod, "score", CPU).traced(CPU)[0].graph == trace(mod, "score").graph
+
+
 def compiled_equals_plain(some: Sequence[Any], atol: float = 1e-6, fullgraph: bool = True) -> None:
     """Score mods in one graph: their mean, as most of the time is for the call around a mod."""
 

@@ -394,6 +394,8 @@ BINARY = {
     "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
     "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge",
 }  # fmt: skip
+# operations whose operands may change places
+COMMUTATIVE = {"add", "mul", "bitwise_and", "bitwise_or", "bitwise_xor"}
 REDUCTIONS = {
     "sum", "mean", "prod", "all", "any", "amax", "amin", "argmax", "argmin", "std", "var", "norm", "cumsum",
     "cumprod", "softmax", "log_softmax", "logsumexp", "sort", "topk", "median", "nonzero", "matmul", "dot",

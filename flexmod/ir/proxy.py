@@ -17,7 +17,7 @@ from flexmod import errors
 from flexmod.errors import Where
 from flexmod.errors.base import a_type, did_you_mean
 from flexmod.ir import advice
-from flexmod.ir.formulas import BINARY
+from flexmod.ir.formulas import BINARY, COMMUTATIVE
 from flexmod.ir.graph import (
     POSITIONS,
     Capture,
@@ -380,6 +380,8 @@ class Tracer:
         row = BY_TORCH_NAME[name]
         default = default_dtype()
         nodes = [self.node(a, name) for a in args]
+        if row.name in COMMUTATIVE and nodes[0].is_const and not nodes[1].is_const:
+            nodes.reverse()  # as torch's `__rmul__` does: a mod that torch.compile records has the same graph
         kinds = [n.dtype for n in nodes]
         if float in kinds and not any(isinstance(k, torch.dtype) and k.is_floating_point for k in kinds):
             # record the present default dtype, which may have changed when the graph is read
