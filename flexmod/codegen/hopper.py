@@ -25,8 +25,8 @@ NAME, TARGET = "hopper", "sm_90"
 WIDEST = 256
 # the fastest shapes spill up to 30 registers; if all spill more than `endured`, the portable kernels run
 LIMITS = Limits(passing=32, endured=64, by_code=True, gives_way=True)
-# Bytes of the instructions of a forward whose score_mod computes: a processor waits if there are more, since
-# it has no room for them. Without such a mod, code is long for heads that take another loop.
+# bytes of the instructions of a forward whose elements are expensive: a processor waits if there are more, as
+# it has no room for them. Otherwise code is long for heads that take another loop.
 LONGEST = 112 << 10
 # a thread's registers by the number of consumers: in a consumer, in the producer, and at the start
 REGISTERS: Mapping[int, Registers] = {1: (232, 24, 128), 2: (240, 24, 168), 3: (160, 32, 128)}
@@ -39,8 +39,9 @@ class ForwardShape:
     """The forward's shape: `consumers` groups of four warps with 64 queries each, `block_n` keys at a time.
 
     `stages` tiles are in flight. Two programs of one consumer share a processor: one computes while the other
-    one begins or ends its tile of queries, or waits for what a mask reads. `longest`: the most bytes of
-    instructions with which it passes.
+    one begins or ends its tile of queries, or waits for what a mask reads.
+
+    `longest`: the most bytes of instructions with which it passes.
     """
 
     consumers: int
@@ -234,7 +235,7 @@ def ladder(
         return _backward_ladder(spec, score, mask, chunked(spec, score, captures))
     kv_block = spec.mask_block[1] if spec.mask_block else 128
     fitting = (shape for shape in _forward_ladder(spec, score, mask) if kv_block % shape.block_n == 0)
-    longest = LONGEST if score is not None and score.computes else None
+    longest = LONGEST if score is not None and "element" in score.expensive else None
     return tuple(replace(shape, longest=longest) for shape in fitting)
 
 

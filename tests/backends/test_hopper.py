@@ -207,12 +207,15 @@ def test_a_verdict_in_words() -> None:
 
 @pytest.mark.parametrize(
     ("way", "score_mod", "chosen"),
-    [("forward", capped, 1), ("forward", mods.alibi(4), 0), ("forward", None, 0), ("backward", capped, 0)],
-)
-def test_a_forward_that_computes_has_no_long_code(way: str, score_mod: Any, chosen: int) -> None:
+    [
+        ("forward", capped, 1), ("forward", mods.relative_bias(torch.ones(4, 15)), 1),
+        ("forward", mods.alibi(4), 0), ("forward", None, 0), ("backward", capped, 0),
+    ],
+)  # fmt: skip
+def test_a_forward_of_expensive_elements_has_no_long_code(way: str, score_mod: Any, chosen: int) -> None:
     """A processor waits for instructions that it has no room for. A backward has no shorter shape.
 
-    What computes little has long code too: steep slopes have a loop of their own, as do full blocks.
+    What takes little for an element has long code too: steep slopes have a loop of their own.
     """
     kernels = ahead.kernels_on(variant(score_mod, far, head_dim=64), way, "sm_90")
     ladder = kernels.ladder(way)
