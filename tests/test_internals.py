@@ -22,6 +22,7 @@ INTERPRETER = {
     # about, and apart from them none of these lines would be left.
     "runtime.interpreter",
     "runtime.interpreter_corrections",
+    "runtime.quick_interpreter",
 }
 
 

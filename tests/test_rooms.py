@@ -55,7 +55,7 @@ codegen.hopper
 codegen.compiler
 codegen.variant
 runtime.dequantize runtime.direct runtime.compiler_bugs
-runtime.interpreter_corrections runtime.interpreter
+runtime.interpreter_corrections runtime.quick_interpreter runtime.interpreter
 runtime.target runtime.offline runtime.tuned
 runtime.launch runtime.bound runtime.side_by_side
 backends

@@ -12,7 +12,7 @@ kernel runs. An ordinary process imports the compiled kind and must keep it. So 
 `triton.language` and `triton.runtime.interpreter` a second time, under their own names but outside
 `sys.modules`, and patches these copies once. The originals never change, so one thread may compile while
 another interprets. `Copies.import_module` is `__import__` in the copies' builtins.
-`interpreter_corrections.py` corrects the copies.
+`interpreter_corrections.py` corrects the copies, and `quick_interpreter.py` makes them quicker.
 
 The source of `@triton.jit` functions is rewritten, so that plain Python runs it like Triton's compiler. The
 compiler turns each assigned number and each run-time loop variable into a tensor. It applies `and`, `or`,
@@ -40,8 +40,9 @@ import torch
 import triton
 
 from flexmod.errors import BackendDeviceError, InterpreterOperationError
-from flexmod.runtime.interpreter_corrections import correct, quicken
+from flexmod.runtime.interpreter_corrections import correct
 from flexmod.runtime.locks import Lock, parse
+from flexmod.runtime.quick_interpreter import quicken
 
 # Arguments of a launch that are not parameters of the kernel
 LAUNCH_OPTIONS = frozenset(
