@@ -73,11 +73,14 @@ def test_a_number_that_changes_becomes_an_argument(renders: list[object]) -> Non
 
 
 def test_numbers_of_a_score_mod(renders: list[object]) -> None:
+    """Kernels know the bounds of a score by the range of a number: up to 50, up to 2048, and above."""
     counts = []
-    for cap in (2.0, 3.0, 4.5, 2.0):
+    for cap in (2.0, 3.0, 4.5, -2.0, 50.0, 60.0, 2048.0, 3.0):
         attend(score=soft_cap(cap))
         counts.append(len(renders))
-    assert counts == [1, 2, 2, 2]
+    assert counts == [1, 2, 2, 2, 2, 3, 3, 3]
+    bounds = [score.bounds for _, score, *_ in renders]  # type: ignore[misc]
+    assert bounds == [(-2.0, 2.0), (-50.0, 50.0), (-2048.0, 2048.0)]
 
 
 def test_only_what_differs_is_promoted(renders: list[object]) -> None:

@@ -52,7 +52,7 @@ from flexmod.ir.derivative import (
     differentiate_captures,
     terms_of,
 )
-from flexmod.ir.exponents import choose_tanhs, score_bounds
+from flexmod.ir.exponents import choose_tanhs, score_bounds, with_ranges
 from flexmod.ir.graph import POSITIONS, Graph, Structure
 from flexmod.ir.integers import as_ranges, needs_int64
 from flexmod.ir.passes import Extents, Places, fitted, optimize, promote_constants, split_mask
@@ -127,7 +127,9 @@ def lower(
     whole = fitted(own_graph(graph), extents, numbers)
     exact = {place: number for place, number in numbers if not isinstance(number, tuple)}
     largest = LARGEST_ON_LINE if max(extents) <= LARGEST_ON_LINE else LARGEST
-    return _lower(choose_tanhs(whole, exact) if graph.kind == "score" else whole, split, checked, largest)
+    if graph.kind == "score":
+        whole = with_ranges(choose_tanhs(whole, exact), exact)
+    return _lower(whole, split, checked, largest)
 
 
 def own_graph(graph: Graph) -> Graph:
@@ -206,7 +208,7 @@ class Constants:
 
     A skeleton is a graph without its numbers. The first graph of a skeleton keeps its numbers as constants.
     If the skeleton returns with other numbers, all numbers that differ become arguments at once; their later
-    values compile nothing.
+    values compile nothing, except for a score_mod's numbers in another range, see `with_ranges`.
 
     `version` becomes a new object at each promotion; caches that depend on promotions use it as key. The
     least recently used skeletons leave the cache. Such a skeleton starts again with constants, which costs a

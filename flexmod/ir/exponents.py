@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -47,6 +47,9 @@ SMALL = 2048.0
 # Weights in float8 take `tanh_approximate` with a factor up to this one. Its relative error of 2^-11 changes
 # a weight by 1 / 32 at most, half of what rounding to three bits does.
 COARSE = 64.0
+# The sizes at which ranges of parameters end. Up to a soft-cap of 50, a row's first maximum can serve all its
+# tiles in bfloat16, see `codegen.spec.min_fixed_max`.
+ENDS = (50.0, SMALL)
 # Operations that do not increase an argument's error.
 _STEADY = {"add", "sub", "neg", "abs", "minimum", "maximum", "where", CAST, "tanh", "sigmoid", "sin", "cos"}
 
@@ -65,6 +68,17 @@ def choose_tanhs(graph: Graph, numbers: Mapping[int, int | float]) -> Graph:
         return builder.node("tanh_relative", args, node.dtype, None, node.where)
 
     return rebuild(graph, change)
+
+
+def with_ranges(graph: Graph, numbers: Mapping[int, int | float]) -> Graph:
+    """Gives parameters of a score graph a range around their numbers, so that bounds of scores are known.
+
+    All numbers of a range share kernels. `numbers` are the parameters' values, by place.
+    """
+    as_floats = {a.value for node in graph.nodes if strong(node.dtype).is_floating_point for a in node.args}
+    sizes = {place: abs(float(number)) for place, number in numbers.items() if place in as_floats}
+    ends = {place: next((end for end in ENDS if size <= end), None) for place, size in sizes.items()}
+    return replace(graph, ranges=tuple((place, (-end, end)) for place, end in ends.items() if end))
 
 
 def _gains(graph: Graph, numbers: Mapping[int, int | float]) -> dict[Node, float]:
@@ -459,9 +473,10 @@ def score_bounds(graph: Graph) -> Bounds:
 
 def node_bounds(graph: Graph) -> dict[Node, Bounds]:
     """`score_bounds` of each node."""
+    ranges = dict(graph.ranges)
     known: dict[Node, Bounds] = {}
     for node in graph.nodes:
-        found = _bounds_of(node, known)
+        found = ranges.get(node.value, UNKNOWN) if node.op == "param" else _bounds_of(node, known)  # type: ignore[call-overload]
         known[node] = UNKNOWN if any(end != end for end in found) else found
     return known
 

@@ -182,7 +182,7 @@ class Graph(Immutable):
 
     `lines`: comparisons include the user's lines. Texts for people need them; mods that differ only in their
     lines share kernels. `expected`: the sizes that a call must have. Comparisons include them until they are
-    checked; kernels use the graph without them.
+    checked; kernels use the graph without them. `ranges`: the bounds of parameters, by place.
     """
 
     kind: str
@@ -190,6 +190,7 @@ class Graph(Immutable):
     captures: tuple[Capture, ...] = ()
     lines: bool = False
     expected: tuple[ExpectedSize, ...] = ()
+    ranges: tuple[tuple[int, tuple[float, float]], ...] = ()
 
     @property
     def mod_name(self) -> str:
@@ -223,7 +224,7 @@ class Graph(Immutable):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles as a flat list of nodes: nested pickling would exceed Python's recursion limit."""
-        return _unpickled, (self.kind, *self.flat, self.captures, self.lines, self.expected)
+        return _unpickled, (self.kind, *self.flat, self.captures, self.lines, self.expected, self.ranges)
 
     @property
     def result(self) -> Node:
@@ -279,7 +280,8 @@ class Graph(Immutable):
             (op, dtype, None if op == "const" or value is None else _freeze(value), *args)
             for op, args, dtype, value, _ in nodes
         ]
-        return (self.kind, self.captures, self.expected, *structure, *roots), tuple(numbers)
+        facts = self.kind, self.captures, self.expected, self.ranges
+        return (*facts, *structure, *roots), tuple(numbers)
 
     def __str__(self) -> str:
         head = ", ".join(f"{c.name}: {dtype_name(c.dtype)}[rank {c.rank}]" for c in self.captures)
@@ -308,9 +310,7 @@ def _unpickled(
     kind: str,
     nodes: Sequence[FlatNode],
     results: Sequence[int],
-    captures: tuple[Capture, ...],
-    lines: bool,
-    expected: tuple[ExpectedSize, ...],
+    *facts: Any,
 ) -> Graph:
     """Rebuilds a pickled graph from its nodes, and shares them as before."""
     made: list[Node] = []
@@ -318,7 +318,7 @@ def _unpickled(
         args = tuple(made[place] for place in places)
         is_input = op == "input"
         made.append(_input(str(value), dtype) if is_input else _operation(op, args, dtype, value, where))
-    return Graph(kind, tuple(made[place] for place in results), captures, lines, expected)
+    return Graph(kind, tuple(made[place] for place in results), *facts)
 
 
 def arguments_first(results: Sequence[Node], known: Container[Node] = ()) -> tuple[Node, ...]:
