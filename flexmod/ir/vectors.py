@@ -322,7 +322,8 @@ def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any])
         order = rest.pop(0) if rest else named.pop("p", named.pop("ord", None))
     if order not in (None, 2, "fro"):
         raise refusal
-    dims, keepdim = (rest or [named.pop("dim", None)])[0], named.pop("keepdim", False)
+    dims = (rest or [named.pop("dim", named.pop("axis", None))])[0]
+    keepdim = named.pop("keepdim", False)
     dtype = named.pop("dtype", None)
     if name in ("max", "min") and dims is not None:
         raise errors.OperationArgumentError(

@@ -53,6 +53,7 @@ SCORES: dict[str, Made] = {
     "prod": lambda t: lambda s, b, h, q, k: s + t["place"][k].prod(),
     "over one dimension": lambda t: lambda s, b, h, q, k: s + t["frames"][k].sum(0).amin(),
     "over both": lambda t: lambda s, b, h, q, k: s + t["frames"][k].sum((0, -1)) + t["frames"][q].sum(),
+    "an axis by name": lambda t: lambda s, b, h, q, k: s + t["frames"][k].sum(axis=0).amin(axis=-1),
     "kept dimensions": lambda t: lambda s, b, h, q, k: (
         s + (t["frames"][k] - t["frames"][k].mean(-1, keepdim=True)).square().sum()
     ),
