@@ -88,15 +88,15 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     return _at_most(x if min is None else _at_least(x, min), max)
 
 
-def _at_least(x: Any, low: Any) -> Any:
+def _at_least(x: Any, min: Any) -> Any:
     # torch passes a float's gradient on at the limit itself; an integer's interval must end at the limit
-    return _limited(x, operator.lt, operator.ge, low) if x.is_floating_point() else x.maximum(low)
+    return _limited(x, operator.lt, operator.ge, min) if x.is_floating_point() else x.maximum(min)
 
 
-def _at_most(x: Any, high: Any) -> Any:
-    if high is None:
+def _at_most(x: Any, max: Any) -> Any:
+    if max is None:
         return x
-    return _limited(x, operator.gt, operator.le, high) if x.is_floating_point() else x.minimum(high)
+    return _limited(x, operator.gt, operator.le, max) if x.is_floating_point() else x.minimum(max)
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:

@@ -20,14 +20,15 @@ from flexmod.errors.base import counted
 from flexmod.ir import advice, vectors
 from flexmod.ir.formulas import BINARY, CASTS, COMPOSED, FILLS, METADATA, REDUCTIONS, draws, writes
 from flexmod.ir.ops import BY_TORCH_NAME, category, promote, strong
-from flexmod.ir.proxy import Proxy, TracedValue, Tracer, is_wide, mentions_traced, needs_value
+from flexmod.ir.proxy import Proxy, TracedValue, Tracer, is_wide, mentions_traced, needs_value, plain_number
 from flexmod.ir.source import user_line
 from flexmod.runtime.private_torch import TorchDispatchMode, tree_leaves
 from flexmod.runtime.tensor_kinds import check_storage, ends_the_process
 
 CONCRETE = {"item", "tolist", "numpy"}
 ROUNDINGS = {"floor": "floor_divide", "trunc": "trunc_divide"}
-OPERANDS = ("condition", "input", "self", "other", "exponent")
+# torch's names of operands, in its order
+OPERANDS = ("condition", "input", "self", "other", "exponent", "end", "weight", "tensor1", "tensor2")
 
 
 def call(tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,17 +91,26 @@ def refuse_impure(name: str, kwargs: dict[str, Any]) -> None:
             raise errors.MutationError(operation=f"{name}({option}=...)", where=user_line())
 
 
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The operands, also those given by name, and the other keywords."""
+    operands = (*args, *(kwargs[name] for name in OPERANDS if name in kwargs))
+    return operands, {name: value for name, value in kwargs.items() if name not in OPERANDS}
+
+
+def _operand(tracer: Tracer, value: Any, name: str) -> Any:
+    """A 0-d tensor as a traced value, a number of numpy as one of Python; other values as they are."""
+    if isinstance(value, torch.Tensor) and not value.dim():
+        return Proxy(tracer, tracer.node(value, name))
+    number = plain_number(value) if type(value).__module__ == "numpy" else None
+    return value if number is None else number
+
+
 def _composed(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Translates a torch call into several operations of the table."""
-    operands = (*args, *(kwargs[k] for k in ("input", "self") if k in kwargs))
-    options = {k: v for k, v in kwargs.items() if k not in ("input", "self")}
+    operands, options = _named(args, kwargs)
     first = Proxy(tracer, tracer.node(operands[0], name))
-    rest = [
-        Proxy(tracer, tracer.node(x, name)) if isinstance(x, torch.Tensor) and not x.dim() else x
-        for x in operands[1:]
-    ]
     try:
-        return COMPOSED[name](first, *rest, **options)
+        return COMPOSED[name](first, *(_operand(tracer, x, name) for x in operands[1:]), **options)
     except errors.FlexmodError:
         raise
     except TypeError as error:
@@ -112,8 +122,7 @@ def _composed(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str
 
 def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
     """Translates a torch call with its keywords into an operation of the table."""
-    operands = (*args, *(kwargs[k] for k in OPERANDS if k in kwargs))
-    options = {k: v for k, v in kwargs.items() if k not in OPERANDS}
+    operands, options = _named(args, kwargs)
     rounding = options.pop("rounding_mode", None)
     if rounding in ROUNDINGS:
         name = ROUNDINGS[rounding]

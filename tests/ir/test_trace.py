@@ -153,6 +153,15 @@ FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "float_power": lambda x, q, k: torch.float_power(q, 2) + torch.special.expm1(x),
     "masked_fill": lambda x, q, k: x.masked_fill(q > k, 0.25) + torch.masked_fill(x, q < k, 1.0),
     "special": lambda x, q, k: torch.special.log1p(x.abs()) + torch.special.erf(x) + torch.lerp(x, -x, 0.3),
+    "operands by keyword": lambda x, q, k: (
+        torch.clamp_min(x, min=-1) + x.clamp_max(max=q) + x.lerp(weight=k, end=q * 0.5)
+        + torch.addcmul(x, tensor1=x, tensor2=q, value=2) + x.addcdiv(tensor2=k + 1.0, tensor1=x)
+        + torch.xlogy(x, other=q + 1) + torch.fmax(x, other=-x) + torch.copysign(x, other=q - k)
+    ),
+    "numpy numbers in formulas": lambda x, q, k: (
+        torch.lerp(x, -x, np.float32(0.25)) + torch.xlogy(x, np.int64(3)) + F.softplus(x, np.float64(2))
+        + torch.logaddexp(x, q * np.float32(0.5))
+    ),
     "unary on truths": lambda x, q, k: torch.exp(q > 1) + torch.sigmoid(k > 2),
     "inline inf": lambda x, q, k: torch.where(q >= k, x, -float("inf")),
     "int and bool of constants": lambda x, q, k: x + int(torch.tensor(3)) + float(torch.tensor(0.5)),
