@@ -121,7 +121,7 @@ class Recorder(TorchFunctionMode):
             # most other functions of vectors are traced once for each element, and torch promotes scalars
             # differently
             scalars = isinstance(result, Tensor) and result.dim() and not converting
-            if scalars and not reduces(name.strip("_"), args):
+            if scalars and not reduces(name.strip("_"), args, kwargs):
                 result = result.to(self._called(func, args, kwargs, scalars=True).dtype)
         return self._placed(result)
 

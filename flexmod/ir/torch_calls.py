@@ -51,7 +51,7 @@ def call(tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if bare in FACTS:
         return getattr(args[0], bare)()
     wide = any(map(is_wide, (*args, *kwargs.values())))
-    if bare in vectors.MADE or (wide and vectors.reduces(bare, args)):
+    if bare in vectors.MADE or (wide and vectors.reduces(bare, args, kwargs)):
         return vectors.call(tracer, bare, args, kwargs)
     if wide and bare in OF_SCALARS:
         return vectors.unrolled(tracer, bare, lambda *a, **k: call(tracer, func, a, k), args, kwargs)

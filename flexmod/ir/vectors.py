@@ -296,16 +296,17 @@ MADE = ("stack", "cat", "concat")
 NAMES = frozenset({*REDUCED, *PRODUCTS, *MADE})
 
 
-def reduces(name: str, args: Sequence[Any]) -> bool:
+def reduces(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Is it a function of whole vectors? torch.max of two is not."""
-    of_two = name in ("max", "min") and len(args) > 1 and not isinstance(args[1], int)
-    return name in NAMES and not of_two
+    of_two = "other" in kwargs or (len(args) > 1 and not isinstance(args[1], int))
+    return name in NAMES and not (of_two and name in ("max", "min"))
 
 
 def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Reduces, multiplies or makes vectors. Raises ReductionError for what has more than MOST elements."""
     named = dict(kwargs)
-    first, *rest = [*args, *(named.pop(key) for key in ("input", "self", "tensors", "other") if key in named)]
+    keys = ("input", "self", "tensors", "other", "tensor", "vec")
+    first, *rest = [*args, *(named.pop(key) for key in keys if key in named)]
     if name in MADE:
         return _made(tracer, name, first, *rest, **named)
     refusal = errors.ReductionError(operation="@" if name == "matmul" else f"torch.{name}", where=user_line())
@@ -322,17 +323,17 @@ def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any])
         order = rest.pop(0) if rest else named.pop("p", named.pop("ord", None))
     if order not in (None, 2, "fro"):
         raise refusal
-    dims = (rest or [named.pop("dim", named.pop("axis", None))])[0]
-    keepdim = named.pop("keepdim", False)
+    named |= dict(zip(("dim", "keepdim"), rest, strict=False))
+    dims, keepdim = named.pop("dim", named.pop("axis", None)), named.pop("keepdim", False)
     dtype = named.pop("dtype", None)
     if name in ("max", "min") and dims is not None:
         raise errors.OperationArgumentError(
             operation=f"torch.{name}", problem="a dimension, along which it gives indices too",
             advice=f"write x.a{name}({dims}), which gives the values alone.", where=user_line(),
         )  # fmt: skip
-    if named or len(rest) > 1:
+    if named or len(rest) > 2:
         raise refusal
-    vector = _vector(tracer, first, name)
+    vector = _vector(tracer, first if dtype is None else first.to(dtype), name)
     dims = range(vector.dim()) if dims is None else (dims,) if isinstance(dims, int) else dims
     if name == "linalg_norm" and order == 2 and len(dims) > 1:  # a matrix's largest singular value
         raise refusal

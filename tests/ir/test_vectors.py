@@ -57,6 +57,20 @@ SCORES: dict[str, Made] = {
     "kept dimensions": lambda t: lambda s, b, h, q, k: (
         s + (t["frames"][k] - t["frames"][k].mean(-1, keepdim=True)).square().sum()
     ),
+    "kept dimensions, by place": lambda t: lambda s, b, h, q, k: (
+        s + (t["place"][k] / t["place"][k].norm(2, -1, True)).sum() - t["frames"][q].mean(0, True).amax()
+    ),
+    "a dtype to reduce in": lambda t: lambda s, b, h, q, k: (
+        s + (t["halves"][k].sigmoid() * 60000).sum(dtype=torch.float32) * 1e-5
+        + (t["place"][q] * 3).sum(-1, dtype=torch.int32) + (t["place"][k] * 3).prod(dtype=torch.int64) * 0.1
+        + torch.linalg.vector_norm(t["halves"][q].tanh() * 60000, dtype=torch.float32) * 1e-5
+    ),
+    "the larger of two": lambda t: lambda s, b, h, q, k: (
+        s + torch.max(t["place"][q], other=t["place"][k]).sum() + t["place"][q].min(other=t["weight"]).sum()
+    ),
+    "products by keyword": lambda t: lambda s, b, h, q, k: (
+        s + torch.dot(t["place"][q], tensor=t["place"][k]) + t["frames"][q].mv(vec=t["place"][k]).amax()
+    ),
     "where": lambda t: lambda s, b, h, q, k: s + torch.where(t["place"][q] > 0, t["place"][k], 0.0).sum(),
     "clamp": lambda t: lambda s, b, h, q, k: s + t["place"][q].clamp(-0.5, 0.5).sum(-1),
     "entries": lambda t: lambda s, b, h, q, k: s + (t["place"][q] * 2)[1] - (t["place"][k] * 2)[-2:].sum(),
