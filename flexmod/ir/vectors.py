@@ -304,7 +304,7 @@ def reduces(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Reduces, multiplies or makes vectors. Raises ReductionError for what has more than MOST elements."""
-    named = dict(kwargs)
+    named = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
     keys = ("input", "self", "tensors", "other", "tensor", "vec")
     first, *rest = [*args, *(named.pop(key) for key in keys if key in named)]
     if name in MADE:
@@ -324,7 +324,7 @@ def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any])
     if order not in (None, 2, "fro"):
         raise refusal
     named |= dict(zip(("dim", "keepdim"), rest, strict=False))
-    dims, keepdim = named.pop("dim", named.pop("axis", None)), named.pop("keepdim", False)
+    dims, keepdim = named.pop("dim", None), named.pop("keepdim", False)
     dtype = named.pop("dtype", None)
     if name in ("max", "min") and dims is not None:
         raise errors.OperationArgumentError(
@@ -334,7 +334,12 @@ def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any])
     if named or len(rest) > 2:
         raise refusal
     vector = _vector(tracer, first if dtype is None else first.to(dtype), name)
-    dims = range(vector.dim()) if dims is None else (dims,) if isinstance(dims, int) else dims
+    dims = range(vector.dim()) if dims in (None, (), []) else (dims,) if isinstance(dims, int) else dims
+    for beyond in (dim for dim in dims if not -vector.dim() <= dim < vector.dim()):
+        raise errors.OperationArgumentError(
+            operation=f"torch.{name}", problem=f"dimension {beyond}", where=user_line(),
+            advice=f"use one that the shape {tuple(vector.shape)} has, or leave it out.",
+        )  # fmt: skip
     if name == "linalg_norm" and order == 2 and len(dims) > 1:  # a matrix's largest singular value
         raise refusal
     found = _reduced(vector, REDUCED[name], tuple(dims), keepdim)

@@ -378,6 +378,14 @@ def max_over_a_dimension(b, h, q, k):
     return table[h].max(-1) > q  # <-
 
 
+@row(
+    errors.OperationArgumentError, "torch.sum was called with dimension 1.",
+    "use one that the shape (8,) has, or leave it out.",
+)  # fmt: skip
+def a_dimension_that_a_row_does_not_have(b, h, q, k):
+    return table[h].sum(1) > q  # <-
+
+
 @row(errors.ReductionError, *reduces("torch.min"))
 def min_over_a_dimension(b, h, q, k):
     return q.min(0) > k  # <-

@@ -54,6 +54,10 @@ SCORES: dict[str, Made] = {
     "over one dimension": lambda t: lambda s, b, h, q, k: s + t["frames"][k].sum(0).amin(),
     "over both": lambda t: lambda s, b, h, q, k: s + t["frames"][k].sum((0, -1)) + t["frames"][q].sum(),
     "an axis by name": lambda t: lambda s, b, h, q, k: s + t["frames"][k].sum(axis=0).amin(axis=-1),
+    "an axis of what is made": lambda t: lambda s, b, h, q, k: (
+        torch.stack([s, t["place"][q][0]], axis=0).amax()
+        + torch.cat([t["place"][k], t["weight"]], axis=-1).sum(())
+    ),
     "kept dimensions": lambda t: lambda s, b, h, q, k: (
         s + (t["frames"][k] - t["frames"][k].mean(-1, keepdim=True)).square().sum()
     ),
