@@ -338,7 +338,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "isfinite": lambda x: torch.logical_not(torch.isnan(x) | torch.isinf(x)),
     "isposinf": lambda x: x == math.inf,
     "isneginf": lambda x: x == -math.inf,
-    "masked_fill": lambda x, mask, value: torch.where(mask, value, x),
+    "masked_fill": lambda x, mask, value: torch.where(mask, torch.full_like(x, value), x),
     "lerp": _in_one_dtype(_lerp),
     "addcmul": _in_one_dtype(_addcmul),
     "addcdiv": _in_one_dtype(lambda x, a, b, *, value=1: x + value * (a / b)),

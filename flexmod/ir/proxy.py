@@ -414,13 +414,14 @@ class Tracer:
         number, real = node.value, dtype.is_floating_point
         if not (node.is_const and isinstance(number, (int, float))) or dtype == torch.bool:
             return
-        if isinstance(number, bool) or (isinstance(number, float) and not real) or not math.isfinite(number):
+        if isinstance(number, bool) or (real and not math.isfinite(number)):
             return
         if operation == "where" and dtype in HALF:  # torch makes it infinite
             return
         limits = torch.finfo(dtype) if real else torch.iinfo(dtype)
         if not limits.min <= number <= limits.max:
-            wide, instead = ("float64", ", or use math.inf") if real else ("int64", "")
+            wide = "float64" if isinstance(number, float) or real else "int64"
+            instead = ", or use math.inf" if real else ""
             raise errors.OperationArgumentError(
                 operation=operation, problem=f"{number}, which {dtype_name(dtype)} does not hold",
                 where=user_line(),

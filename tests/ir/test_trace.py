@@ -152,6 +152,10 @@ FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "doubles": lambda x, q, k: (q.double() * 0.1 + 1e-12).float(),
     "float_power": lambda x, q, k: torch.float_power(q, 2) + torch.special.expm1(x),
     "masked_fill": lambda x, q, k: x.masked_fill(q > k, 0.25) + torch.masked_fill(x, q < k, 1.0),
+    "masked_fill keeps the dtype": lambda x, q, k: (
+        q.masked_fill(q > k, 2.7) + q.double().masked_fill(q > k, x) / 7
+        + x.half().masked_fill(q > k, x * 1.01) + (q * 2**25 + 1).masked_fill(q > k, 0.5) % 2
+    ),
     "special": lambda x, q, k: torch.special.log1p(x.abs()) + torch.special.erf(x) + torch.lerp(x, -x, 0.3),
     "operands by keyword": lambda x, q, k: (
         torch.clamp_min(x, min=-1) + x.clamp_max(max=q) + x.lerp(weight=k, end=q * 0.5)

@@ -1097,7 +1097,7 @@ def a_negative_limit_that_would_wrap(b, h, q_idx, kv_idx):
     return q_idx.to(torch.uint8).clamp_min(-1) > kv_idx  # <-
 
 
-@row(errors.OperationArgumentError, "where was called with 99999, which int16 does not hold.", CONVERTED)
+@row(errors.OperationArgumentError, "full_like was called with 99999, which int16 does not hold.", CONVERTED)
 def a_fill_that_would_wrap(b, h, q_idx, kv_idx):
     return q_idx.short().masked_fill(kv_idx > 3, 99999) > kv_idx  # <-
 
@@ -1110,6 +1110,14 @@ def a_constant_that_would_wrap(b, h, q_idx, kv_idx):
 @row(errors.OperationArgumentError, "full_like was called with 1000, which int8 does not hold.", CONVERTED)
 def a_numpy_constant_that_would_wrap(b, h, q_idx, kv_idx):
     return torch.full_like(q_idx.to(torch.int8), np.int64(1000)) > kv_idx  # <-
+
+
+NO_INTEGER = "full_like was called with inf, which int32 does not hold."
+
+
+@row(errors.OperationArgumentError, NO_INTEGER, "cast the other operand first, e.g. with .to(torch.float64).")
+def an_infinite_fill_of_integers(b, h, q_idx, kv_idx):
+    return q_idx.masked_fill(kv_idx > 3, math.inf) > kv_idx  # <-
 
 
 @row(errors.OperationArgumentError, "sub was called with 128, which int8 does not hold.", CONVERTED)
