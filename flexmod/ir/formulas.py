@@ -166,7 +166,8 @@ def _elu(x: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.
 
 
 def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
-    return torch.where(x <= min_val, min_val, torch.where(x >= max_val, max_val, x))
+    low, high = torch.full_like(x, min_val), torch.full_like(x, max_val)
+    return torch.where(x <= low, low, torch.where(x >= high, high, x))
 
 
 def _hardswish(x: Any) -> Any:
@@ -310,7 +311,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     ),
     "tanhshrink": _in_one_dtype(lambda x: x - torch.tanh(x)),
     "softsign": _in_one_dtype(lambda x: x / (torch.abs(x) + 1.0)),
-    "threshold": lambda x, threshold, value: torch.where(x <= threshold, value, x),
+    "threshold": lambda x, threshold, value: torch.where(x <= threshold, torch.full_like(x, value), x),
     "nan_to_num": _nan_to_num,
     "logaddexp": _in_one_dtype(_logaddexp),
     "logaddexp2": _in_one_dtype(

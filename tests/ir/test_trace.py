@@ -156,6 +156,9 @@ FUNCTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
         q.masked_fill(q > k, 2.7) + q.double().masked_fill(q > k, x) / 7
         + x.half().masked_fill(q > k, x * 1.01) + (q * 2**25 + 1).masked_fill(q > k, 0.5) % 2
     ),
+    "limits of integers": lambda x, q, k: (
+        F.threshold(q, 1, 2.7) + F.relu6(q * 3) / 7 + F.hardtanh(q - k, -1.5, 1.5) + F.threshold(x, 0.1, 2)
+    ),
     "special": lambda x, q, k: torch.special.log1p(x.abs()) + torch.special.erf(x) + torch.lerp(x, -x, 0.3),
     "operands by keyword": lambda x, q, k: (
         torch.clamp_min(x, min=-1) + x.clamp_max(max=q) + x.lerp(weight=k, end=q * 0.5)
