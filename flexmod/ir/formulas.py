@@ -347,6 +347,9 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "clone": lambda x, memory_format=None: x,
     "contiguous": lambda x: x,
 }
+# torch's other names
+COMPOSED |= {f"arc{name[1:]}": COMPOSED[name] for name in ("asin", "acos", "asinh", "acosh", "atanh")}
+COMPOSED |= dict.fromkeys(("special_digamma", "special_psi"), _digamma)
 
 
 def tanh_approximate(x: Any) -> Any:
