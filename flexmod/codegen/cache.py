@@ -1,4 +1,4 @@
-"""Source text -> a readable file in the user's cache folder -> an imported module.
+"""Source text -> a readable file in the user's cache folder -> a module.
 
 The file's name is the kernel's name and a hash of the text. So an existing file has the right content, and
 two processes that write it at once write the same text. No code runs from the folder: the module, `inspect`
@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict, deque
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from flexmod.runtime import config
@@ -32,14 +32,17 @@ if TYPE_CHECKING:
 KEPT = 256  # unused modules that stay in memory
 
 _lock = Lock(threading.RLock)
-_modules: OrderedDict[str, ModuleType] = OrderedDict()  # the one used last is the last
+_modules: OrderedDict[str, _Generated] = OrderedDict()  # the one used last is the last
 _users: Counter[str] = Counter()  # of each path: modules that live
 # Paths of deleted modules, for the next load to handle: the collector runs in any thread, under any lock.
 _dead: deque[str] = deque()
 
 
 def load(text: str, name: str) -> ModuleType:
-    """Imports the module with this source.
+    """Returns the module with this source, which runs when one of its names is first read.
+
+    The interpreter runs the text by itself, and inspection only shows it: both spare the time of Triton's
+    jit, which reads each function of the text.
 
     Args:
         text: complete Python source.
@@ -51,7 +54,7 @@ def load(text: str, name: str) -> ModuleType:
         cache folder, and each later load into its own.
 
     Raises:
-        every error that the text raises when it runs.
+        where a name is read: every error that the text raises when it runs.
 
     Warns:
         RuntimeWarning: once, if the cache folder cannot be written and a temporary one replaces it. If that
@@ -62,7 +65,9 @@ def load(text: str, name: str) -> ModuleType:
         module = _modules.get(stem)
         if module is None:
             path = _write(stem + ".py", text)
-            module = _modules[stem] = _execute(text, path, _module_name(stem))
+            module = _modules[stem] = _Generated(text, path, _module_name(stem))
+            # `inspect` finds the module of a function here, before it searches all modules
+            sys.modules[module.__name__] = module
             # users of the module may read its lines until it is deleted
             _users[str(path)] += 1
             weakref.finalize(module, _dead.append, str(path)).atexit = False
@@ -139,18 +144,30 @@ def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="flexmod-")
 
 
+class _Generated(ModuleType):
+    """A module whose names are those of `_execute`, which runs once."""
+
+    def __init__(self, text: str, path: Path, name: str) -> None:
+        super().__init__(name)
+        self.__file__ = str(path)
+        self._execute = partial(_execute, text, path, name)
+        self._executed: ModuleType | None = None
+        # without a time stamp linecache keeps these lines when the file changes
+        linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what `inspect` asks of every module
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        with _lock:
+            if self._executed is None:
+                self._executed = self._execute()
+        return getattr(self._executed, name)
+
+
 def _execute(text: str, path: Path, name: str) -> ModuleType:
     module = ModuleType(name)
     module.__file__ = str(path)
-    # without a time stamp linecache keeps these lines when the file changes
-    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
-    # `inspect` finds the module of a function here, before it searches all modules
-    sys.modules[name] = module
-    try:
-        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     with lazy_imports():
         from flexmod.codegen.compiled_kernels import share_compiles
     share_compiles(module, partial(_compile, text, path, name))
@@ -164,4 +181,5 @@ def _compile(
     with lazy_imports():
         from flexmod.runtime.private_triton import compile_same, take_settings
     take_settings(settings)
-    compile_same(getattr(_execute(text, path, name), kernel), facts)
+    module = sys.modules[name] = _Generated(text, path, name)
+    compile_same(getattr(module, kernel), facts)

@@ -70,7 +70,8 @@ def choose_tile(
 
     known = kernels.tiles.get((kernel, device))
     if known is None or not isinstance(known, str) and judge(known).refusal is not None:
-        _ = kernels.module  # raises for a fault in its text, which no rung can avoid
+        if not kernels.interpreted:  # raises for a fault in the module's text, which no rung can avoid
+            getattr(kernels.module, f"{kernel}_kernel")
         chosen = choose(kernels.ladder(kernel), judge, kernels.limits)
         known = kernels.tiles[kernel, device] = _best(kernels, kernel, chosen, device)
     if isinstance(known, str):
