@@ -138,6 +138,8 @@ def lowered(
     equal = checks.with_equal_heads(query, key, value, enable_gqa)
     new_key, new_value = equal or (key, value)
     checks.check_tensors(query, new_key, new_value, enable_gqa)
+    if not checks.is_float8(query, key, value, scales, out_dtype):  # in a graph: spares TorchDynamo the rest
+        return Float8Call(query, new_key, new_value, score_mod)
     tensors = {"query": query, "key": key, "value": value}
     if not torch.compiler.is_compiling():
         tensor_kinds.check(tensors)
