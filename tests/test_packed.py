@@ -162,7 +162,8 @@ def test_a_mod_by_batch_entry_fits_the_number_of_sequences(count, options):
 
 
 @pytest.mark.parametrize(
-    ("count", "number"), [(2, 0), (4, 1), (1, 2), pytest.param(3, 2, marks=pytest.mark.long)]
+    ("count", "number"),
+    [(2, 0), (4, 1), *(pytest.param(count, 2, marks=pytest.mark.long) for count in (1, 3))],
 )
 def test_a_mod_by_batch_entry_fits_the_number_of_sequences_in_a_graph(count, number):
     torch.compiler.reset()

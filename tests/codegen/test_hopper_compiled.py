@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from flexmod.tools.ahead import VariantCall
 BF16 = torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SLOPES = mods.alibi(torch.ones(4))
+RELATIVE = mods.relative_position()
 LEARNED = torch.ones(4, requires_grad=True)
 LEARNED_BIAS = torch.ones(1024, requires_grad=True)
 PAIRS = torch.ones(4, 64, 64, dtype=BF16, requires_grad=True)
@@ -93,7 +95,7 @@ def test_what_costs_much_by_row_is_made_by_one_thread() -> None:
         pytest.param(
             "backward", mods.softcap(12.5), None, 256, (64, 128), 128, "runs", marks=pytest.mark.long
         ),
-        ("backward", mods.relative_position(), None, 128, (8, 64), 64, "runs"),
+        ("backward", RELATIVE, None, 128, (8, 64), 64, "runs"),
     ],
 )
 def test_compiles(
@@ -112,7 +114,7 @@ def test_compiles(
     [
         (None, None, 128, E4M3, 0),
         (None, near, 128, E5M2, 32),
-        (mods.softcap(12.5), None, 64, E4M3, 64),
+        pytest.param(mods.softcap(12.5), None, 64, E4M3, 64, marks=pytest.mark.long),
         pytest.param(SLOPES, near, 128, E4M3, 128, marks=pytest.mark.long),
         pytest.param(None, near, 64, E4M3, 160, marks=pytest.mark.long),
         pytest.param(None, near, 256, E5M2, 64, marks=pytest.mark.long),
@@ -188,10 +190,10 @@ def test_what_a_score_judges_is_not_held_for_the_mask() -> None:
     assert "opaque(first_key)" not in plain["hopper forward"]
 
 
-@pytest.mark.parametrize("score_mod", [None, mods.relative_position()])
+@pytest.mark.parametrize("score_mod", [None, RELATIVE])
 def test_a_step_that_meets_no_end_does_not_ask_its_elements(score_mod: Any) -> None:
     """A branch stands between weights and selects: compilers are not to make one of the two."""
-    ptx = compiled("backward", score_mod, None, 128).asm["ptx"]
+    ptx = compiled("backward", score_mod, None, 128, "runs").asm["ptx"]
     first = ptx.index("selp.f32", ptx.index("ex2.approx"))
     assert " bra " in ptx[ptx.rindex("ex2.approx", 0, first) : first]
 
@@ -212,7 +214,14 @@ def test_compiles_with_sums_for_captures(score_mod: Any, dim: int, spills: Limit
     assert "shfl.sync.bfly" in report.asm["ptx"]
 
 
-@pytest.mark.parametrize(("dim", "spills"), [(64, (512, 1920)), (128, (128, 1152)), (256, (256, 768))])
+@pytest.mark.parametrize(
+    ("dim", "spills"),
+    [
+        pytest.param(64, (512, 1920), marks=pytest.mark.long),
+        (128, (128, 1152)),
+        pytest.param(256, (256, 768), marks=pytest.mark.long),
+    ],
+)
 def test_compiles_with_sums_along_diagonals(dim: int, spills: Limits) -> None:
     report = compiled("backward", relative_table, near, dim)
     assert report.fits
@@ -252,6 +261,7 @@ def descriptor_type(block: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"tensordesc<{canonicalize_dtype(dtype)}{list(block)},{layout_of(block, dtype)!r}>"
 
 
+@cache
 def compiled(
     way: Any,
     score_mod: Any,

@@ -125,6 +125,7 @@ def test_a_static_cache_in_chunks_of_a_compiled_model(name: str) -> None:
     chunks_of_a_static_cache(compiled, make(name, "eager"))
 
 
+@pytest.mark.long
 def test_two_chunks_of_a_compiled_layer() -> None:
     """Each makes TorchDynamo trace the model, for seconds."""
     options = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
