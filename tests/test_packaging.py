@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -170,7 +171,9 @@ except errors.MissingPackage as error:
 
 
 def elsewhere(script: str) -> str:
-    return run(sys.executable, "-c", ELSEWHERE + script, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = forked.python(ELSEWHERE + script, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_without_triton_the_cpu_backends_run_and_kernels_are_refused() -> None:

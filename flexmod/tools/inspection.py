@@ -256,6 +256,7 @@ class Inspection:
         """
         with lazy_imports():
             from flexmod.tools import standalone
+        errors.ArgumentTypeError.check_path("path", path)  # before kernels compile, for seconds
         advice = f"attend.save({str(path)!r}, {CALL})"
         spec = self._spec("file", advice, head_dim, value_dim, dtype)
         self._check_savable(spec)

@@ -105,12 +105,12 @@ class Learned(NamedTuple):
 
 def save(path: str | Path, *arguments: Any, **options: Any) -> Path:
     """Writes `standalone(*arguments, **options)` to a file; returns its path."""
+    ArgumentTypeError.check_path("path", path)  # before kernels compile, for seconds
     return written(path, standalone(*arguments, **options))
 
 
 def written(path: str | Path, text: str) -> Path:
     """Writes the text in UTF-8, which Python reads under any locale; returns the path."""
-    ArgumentTypeError.check_path("path", path)
     path = Path(path)
     path.write_text(text, encoding="utf-8")
     return path
