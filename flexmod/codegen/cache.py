@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 KEPT = 256  # unused modules that stay in memory
 
 _lock = Lock(threading.RLock)
-_modules: OrderedDict[str, _Generated] = OrderedDict()  # the one used last is the last
+_modules: OrderedDict[str, _LazyModule] = OrderedDict()  # the one used last is the last
 _users: Counter[str] = Counter()  # of each path: modules that live
 # Paths of deleted modules, for the next load to handle: the collector runs in any thread, under any lock.
 _dead: deque[str] = deque()
@@ -65,7 +65,7 @@ def load(text: str, name: str) -> ModuleType:
         module = _modules.get(stem)
         if module is None:
             path = _write(stem + ".py", text)
-            module = _modules[stem] = _Generated(text, path, _module_name(stem))
+            module = _modules[stem] = _LazyModule(text, path, _module_name(stem))
             # `inspect` finds the module of a function here, before it searches all modules
             sys.modules[module.__name__] = module
             # users of the module may read its lines until it is deleted
@@ -144,8 +144,8 @@ def _temporary_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="flexmod-")
 
 
-class _Generated(ModuleType):
-    """A module whose names are those of `_execute`, which runs once."""
+class _LazyModule(ModuleType):
+    """A module that runs its text when one of its names is first read."""
 
     def __init__(self, text: str, path: Path, name: str) -> None:
         super().__init__(name)
@@ -181,5 +181,5 @@ def _compile(
     with lazy_imports():
         from flexmod.runtime.private_triton import compile_same, take_settings
     take_settings(settings)
-    module = sys.modules[name] = _Generated(text, path, name)
+    module = sys.modules[name] = _LazyModule(text, path, name)
     compile_same(getattr(module, kernel), facts)
