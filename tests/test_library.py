@@ -23,7 +23,7 @@ from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_atten
 from flexmod.block_mask import build, generated
 from flexmod.block_mask.tiles import MaskLayout
 from flexmod.calls import library
-from flexmod.ir.formulas import COMPOSED
+from flexmod.ir.formulas import COMPOSED, OTHER_NAMES
 from flexmod.ir.graph import Graph, GraphBuilder
 from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.record import REMEMBERED, graph_of, numbered, record
@@ -539,7 +539,7 @@ OF_TORCH = [f for home in (torch, torch.nn.functional, torch.special) for f in v
 def of_one_operand() -> Iterator[Callable[..., Any]]:
     """Score mods that call a function of torch, by the function's name in its module."""
     for function in OF_TORCH:
-        if getattr(function, "__name__", None) in {*COMPOSED, *BY_TORCH_NAME}:
+        if getattr(function, "__name__", None) in {*COMPOSED, *BY_TORCH_NAME, *OTHER_NAMES}:
             mod = lambda score, b, h, q_idx, kv_idx, f=function: f(score).float()  # noqa: E731
             with suppress(Exception):
                 function(torch.ones(()))

@@ -347,9 +347,11 @@ COMPOSED: dict[str, Callable[..., Any]] = {
     "clone": lambda x, memory_format=None: x,
     "contiguous": lambda x: x,
 }
-# torch's other names
-COMPOSED |= {f"arc{name[1:]}": COMPOSED[name] for name in ("asin", "acos", "asinh", "acosh", "atanh")}
-COMPOSED |= dict.fromkeys(("special_digamma", "special_psi"), _digamma)
+# torch has two names for each
+OTHER_NAMES = {
+    "arcsin": "asin", "arccos": "acos", "arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh",
+    "special_digamma": "digamma", "special_psi": "digamma",
+}  # fmt: skip
 
 
 def tanh_approximate(x: Any) -> Any:

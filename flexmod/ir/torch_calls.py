@@ -18,7 +18,17 @@ from torch.overrides import TorchFunctionMode
 from flexmod import errors
 from flexmod.errors.base import counted
 from flexmod.ir import advice, vectors
-from flexmod.ir.formulas import BINARY, CASTS, COMPOSED, FILLS, METADATA, REDUCTIONS, draws, writes
+from flexmod.ir.formulas import (
+    BINARY,
+    CASTS,
+    COMPOSED,
+    FILLS,
+    METADATA,
+    OTHER_NAMES,
+    REDUCTIONS,
+    draws,
+    writes,
+)
 from flexmod.ir.ops import BY_TORCH_NAME, category, promote, strong
 from flexmod.ir.proxy import Proxy, TracedValue, Tracer, is_wide, mentions_traced, needs_value, plain_number
 from flexmod.ir.source import user_line
@@ -46,6 +56,7 @@ def call(tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if func is torch.Tensor.where:  # x.where(condition, y) is torch.where(condition, x, y)
         kwargs = {"input": args[0], **dict(zip(("condition", "other"), args[1:], strict=False)), **kwargs}
         args = ()
+    bare = OTHER_NAMES.get(bare, bare)
     if not args and (bare in FILLS or bare in SPECIAL or bare in FACTS):
         args = tuple([kwargs.pop(each) for each in ("input", "self", "data") if each in kwargs][:1])
     if bare in FACTS:
@@ -224,7 +235,7 @@ SPECIAL: dict[str, Callable[..., Proxy]] = {
 # the names of functions that say what a method says
 FACTS = ("numel", "is_floating_point")
 # the names of functions of scalars
-OF_SCALARS = frozenset({*CASTS, *FILLS, *SPECIAL, *BY_TORCH_NAME, *COMPOSED})
+OF_SCALARS = frozenset({*CASTS, *FILLS, *SPECIAL, *BY_TORCH_NAME, *COMPOSED, *OTHER_NAMES})
 
 
 UNARY = {"neg": "neg", "abs": "abs", "invert": "bitwise_not"}

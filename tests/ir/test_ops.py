@@ -338,6 +338,16 @@ COMPOSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def test_functions_of_two_names() -> None:
+    names = {torch.arcsin: torch.asin, torch.arccos: torch.acos, torch.arcsinh: torch.asinh}
+    names |= {torch.arccosh: torch.acosh, torch.arctanh: torch.atanh}
+    names |= dict.fromkeys((torch.special.digamma, torch.special.psi), torch.digamma)
+    assert {function.__name__ for function in names} == set(formulas.OTHER_NAMES)
+    for pair in names.items():
+        one, other = (trace(lambda s, b, h, q, k, f=function: f(s), "score").graph for function in pair)
+        assert one == other
+
+
 def test_all_composed_functions_are_tested() -> None:
     assert {name.split(",")[0] for name in COMPOSED} == set(formulas.COMPOSED)
 
