@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmod import create_block_mask, flex_attention
 from flexmod.codegen import compiler
 from flexmod.codegen.compiler import Constants, compile_mod, lower
-from flexmod.ir.passes import needs_int64
+from flexmod.ir.passes import needs_int64, optimize, promote_constants
 from flexmod.ir.trace import trace
 
 EXTENTS = (1, 1, 48, 48)
@@ -81,6 +81,16 @@ def test_numbers_of_a_score_mod(renders: list[object]) -> None:
     assert counts == [1, 2, 2, 2, 2, 3, 3, 3]
     bounds = [score.bounds for _, score, *_ in renders]  # type: ignore[misc]
     assert bounds == [(-2.0, 2.0), (-50.0, 50.0), (-2048.0, 2048.0)]
+
+
+def test_a_derivative_has_the_numbers_of_its_score_mod() -> None:
+    """So a kernel's compiler sees that both compute the same tanh."""
+    graph = optimize(trace(soft_cap(3.0), "score").graph)
+    promoted = promote_constants(graph, frozenset({0, 1}))
+    lowered = lower(promoted, EXTENTS, tuple(enumerate(graph.skeleton[1])), split=False)
+    assert lowered.text is not None and lowered.grad_text is not None
+    names = [{p.name for p in text.parameters} for text in (lowered.text, lowered.grad_text)]
+    assert names == [{"number0_of_score", "number1_of_score"}] * 2
 
 
 def test_only_what_differs_is_promoted(renders: list[object]) -> None:

@@ -182,7 +182,8 @@ def divides(node: Node) -> bool:
 
 @dataclass
 class Function:
-    """`uses`: the further parameters that it takes, in order; `bound`: the names of some expressions.
+    """`uses`: the further parameters that it takes, in order, with the endings of their names in a kernel if
+    these are not the text's own; `bound`: the names of some expressions.
 
     `quoted`: the user's lines as comments, each above the first statement that comes from it.
     """
@@ -192,7 +193,7 @@ class Function:
     home: str = "element"
     lines: list[str] = field(default_factory=list)
     names: dict[Node, str] = field(default_factory=dict)
-    uses: dict[str, None] = field(default_factory=dict)
+    uses: dict[str, str | None] = field(default_factory=dict)
     bound: dict[str, str] = field(default_factory=dict)
     quoted: dict[Where, str] = field(default_factory=dict)
 

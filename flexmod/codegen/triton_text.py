@@ -185,7 +185,8 @@ class TritonWriter:
         return function
 
     def called(self, function: Function) -> str:
-        further = [OF_KERNELS[n] if n in self.given else n + self.suffix for n in function.uses]
+        uses = function.uses.items()
+        further = [OF_KERNELS[n] if n in self.given else n + (ending or self.suffix) for n, ending in uses]
         return f"{function.name}({', '.join([*function.arguments, *further])})"
 
     def shaped(self, value: str, result: Node) -> str:
@@ -381,16 +382,21 @@ class TritonWriter:
     def parameter(
         self, function: Function, name: str, kind: Kind, index: object, dim: int = 0, comment: str = ""
     ) -> str:
-        """The name of a kernel parameter inside the functions."""
+        """The name of a kernel parameter inside the functions.
+
+        A derivative has the score_mod's numbers, so that the compiler sees what both compute.
+        """
+        of_score = kind in ("number", "double") and self.graph.kind == "grad"
+        suffix = "_of_score" if of_score else self.suffix
         known = self.parameters.get((kind, index, dim))
         if known is None:
             name = name if kind in ("pointer", "tile") else fresh(name, self.taken)
             number: int = index  # type: ignore[assignment]
             last = self.graph.captures[number].rank - 1 if kind == "size" else 0
-            known = Parameter(name + self.suffix, kind, number, dim, comment, row_length=0 < dim == last)
+            known = Parameter(name + suffix, kind, number, dim, comment, row_length=0 < dim == last)
             self.parameters[kind, index, dim] = known
-        name = known.name.removesuffix(self.suffix)
-        function.uses.setdefault(name)
+        name = known.name.removesuffix(suffix)
+        function.uses[name] = suffix
         return name
 
 
