@@ -99,7 +99,7 @@ class TritonWriter:
         self.suffix = f"_of_{graph.kind}"
         self.main = main or {"mask": "mask_mod", "score": "score_mod", "grad": "score_grad"}[graph.kind]
         self.parameters: dict[tuple[Kind, object, int], Parameter] = {}
-        self.owner = self.main  # owner of the captures
+        self.owner = "score_mod" if graph.kind == "grad" else self.main  # owner of the captures
         self.numbers, self.found = "number", "found"
         self.given = {str(n.value) for n in graph.nodes if n.op == "input"} & OF_KERNELS.keys()
         self.captures = _capture_names(graph, (*self.arguments, *self.given))
@@ -295,8 +295,9 @@ class TritonWriter:
         if self._in_tile(node):
             at = tuple(map(str, map(text_of_place, node.args[:-2])))
             about += ": a descriptor"
-            of_tensor = Parameter(capture + self.suffix, "tile", number, 0, about, at, spec.dtype)
-            self.parameters["tile", number, 0] = of_tensor
+            if ("tile", number, 0) not in self.parameters:
+                name = fresh(f"{capture}_tile", self.taken) + self.suffix
+                self.parameters["tile", number, 0] = Parameter(name, "tile", number, 0, about, at, spec.dtype)
             text = self.parameter(function, capture, "tile", number)
             return f"{text}.to(tl.float32)" if spec.dtype in HALF else text
         pointer = self.parameter(function, capture, "pointer", number, comment=about)
@@ -384,13 +385,13 @@ class TritonWriter:
     ) -> str:
         """The name of a kernel parameter inside the functions.
 
-        A derivative has the score_mod's numbers, so that the compiler sees what both compute.
+        A derivative has the score_mod's parameters, so that the compiler sees what both load and compute.
         """
-        of_score = kind in ("number", "double") and self.graph.kind == "grad"
+        of_score = kind != "found" and self.graph.kind == "grad"
         suffix = "_of_score" if of_score else self.suffix
         known = self.parameters.get((kind, index, dim))
         if known is None:
-            name = name if kind in ("pointer", "tile") else fresh(name, self.taken)
+            name = name if kind == "pointer" else fresh(name, self.taken)
             number: int = index  # type: ignore[assignment]
             last = self.graph.captures[number].rank - 1 if kind == "size" else 0
             known = Parameter(name + suffix, kind, number, dim, comment, row_length=0 < dim == last)

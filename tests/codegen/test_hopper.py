@@ -208,7 +208,7 @@ def test_of_two_such_captures_the_first_comes_in_tiles() -> None:
         return score + SQUARE[h, q_idx, kv_idx] * other[h, q_idx, kv_idx]
 
     source = hopper_kernels(variant(add, dtype=BF16).kernels("forward")).text
-    assert "SQUARE_of_score.block_type" in source
+    assert "SQUARE_tile_of_score.block_type" in source
     assert "tl.load(other + " in source
 
 
