@@ -75,7 +75,8 @@ def with_ranges(graph: Graph, numbers: Mapping[int, int | float]) -> Graph:
 
     All numbers of a range share kernels. `numbers` are the parameters' values, by place.
     """
-    as_floats = {a.value for node in graph.nodes if strong(node.dtype).is_floating_point for a in node.args}
+    used = (a for node in graph.nodes if strong(node.dtype).is_floating_point for a in node.args)
+    as_floats = {node.value for node in used if node.op == "param"}
     sizes = {place: abs(float(number)) for place, number in numbers.items() if place in as_floats}
     ends = {place: next((end for end in ENDS if size <= end), None) for place, size in sizes.items()}
     return replace(graph, ranges=tuple((place, (-end, end)) for place, end in ends.items() if end))
