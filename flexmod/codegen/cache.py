@@ -66,8 +66,6 @@ def load(text: str, name: str) -> ModuleType:
         if module is None:
             path = _write(stem + ".py", text)
             module = _modules[stem] = _LazyModule(text, path, _module_name(stem))
-            # `inspect` finds the module of a function here, before it searches all modules
-            sys.modules[module.__name__] = module
             # users of the module may read its lines until it is deleted
             _users[str(path)] += 1
             weakref.finalize(module, _dead.append, str(path)).atexit = False
@@ -154,6 +152,8 @@ class _LazyModule(ModuleType):
         self._executed: ModuleType | None = None
         # without a time stamp linecache keeps these lines when the file changes
         linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+        # `inspect` finds the module of a function here, before it searches all modules
+        sys.modules[name] = self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what `inspect` asks of every module
@@ -181,5 +181,4 @@ def _compile(
     with lazy_imports():
         from flexmod.runtime.private_triton import compile_same, take_settings
     take_settings(settings)
-    module = sys.modules[name] = _LazyModule(text, path, name)
-    compile_same(getattr(module, kernel), facts)
+    compile_same(getattr(_LazyModule(text, path, name), kernel), facts)
