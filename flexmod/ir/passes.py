@@ -159,7 +159,7 @@ def _power(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | 
 
 
 def _divide_by_number(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
-    """x / c -> x * (1/c) for a power of two, which is exact, and for any c if x is the score.
+    """x / c -> x * (1/c) for a power of two, which is exact, and for any c if x reads the score.
 
     A score gets one rounding more, after the many roundings of the dot product; floor(q_idx / 49) needs the
     exact quotient. And only if c and 1/c are normal float32 numbers, which have all digits.
@@ -170,6 +170,17 @@ def _divide_by_number(builder: GraphBuilder, node: Node, args: tuple[Node, ...])
     if (is_power_of_two(value) or "score" in args[0].home) and is_ordinary(value):
         return builder.node("mul", (args[0], builder.const(1.0 / value)), node.dtype, None, node.where)
     return None
+
+
+def _divide_by_shared(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    """score / t[h] -> score * (1 / t[h]): a kernel divides once for a head, row or column of a tile."""
+    whole, divisor = args
+    shared = not divisor.is_const and home_of(divisor) != "element"
+    if not shared or "score" not in whole.home or node.dtype != torch.float32:
+        return None
+    one = builder.const(1.0, torch.float32, node.where)
+    inverse = builder.node("div", (one, divisor), torch.float32, None, node.where)
+    return builder.node("mul", (whole, inverse), node.dtype, None, node.where)
 
 
 def _log_of_next(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
@@ -192,7 +203,7 @@ _RULES: Mapping[str, tuple[Callable[..., Node | None], ...]] = {
     "add": (_unit(0, (0, 1), integers_only=True),),  # -0.0 + 0 is 0.0
     "sub": (_unit(0, (1,)),),
     "mul": (_unit(1, (0, 1)),),
-    "div": (_unit(1, (1,)), _divide_by_number),
+    "div": (_unit(1, (1,)), _divide_by_number, _divide_by_shared),
     "pow": (_power,),
     "log1p": (_log_of_next,),
     "neg": (_twice, _swapped),

@@ -418,6 +418,27 @@ def test_a_score_is_divided_where_the_inverse_is_no_normal_number(divisor: float
     assert graph.result.op == "div"
 
 
+@pytest.mark.parametrize("shared", ["heads[h]", "rows[q]", "rows[k]", "one"])
+def test_a_score_is_multiplied_by_the_inverse_of_an_element_that_many_scores_share(shared: str) -> None:
+    names = {"heads": torch.rand(4) + 1, "rows": torch.rand(64) + 1, "one": torch.tensor(3.0)}
+    graph = optimize(trace(eval(f"lambda s, b, h, q, k: s / {shared}", names), "score").graph)
+    product = graph.result
+    assert product.op == "mul" and product.args[0].is_input("score")
+    assert product.args[1].op == "div" and product.args[1].args[0].value == 1.0
+
+
+def test_other_quotients_stay() -> None:
+    rows, table, steps = torch.rand(64) + 1, torch.rand(64, 64) + 1, torch.tensor(49.0)
+    for mod in (
+        lambda s, b, h, q, k: s / table[q, k],
+        lambda s, b, h, q, k: s / s,
+        lambda s, b, h, q, k: s + torch.floor(q / steps),
+        lambda s, b, h, q, k: rows[k] / rows[q] * s,
+    ):
+        left = [n for n in optimize(trace(mod, "score").graph).nodes if n.op == "div"]
+        assert len(left) == 1 and not left[0].args[0].is_const
+
+
 def test_numbers_of_the_default_dtype_have_it_in_the_graph() -> None:
     for dtype in (torch.float32, torch.float64):
         try:
