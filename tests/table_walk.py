@@ -149,8 +149,12 @@ def rows_of(dtype: torch.dtype, source: Source = "captured") -> list[Op]:
     """The rows that take this dtype; those with a text of the chip's own."""
     rows = [row for row in OPS.values() if dtype == torch.int32 or row.name not in OF_INT32]
     rows = [row for row in rows if row.refused(_arguments(row, dtype), _result(row, dtype)) is None]
-    own = device_functions.functions("chip_arithmetic")
-    return [r for r in rows if r.name in own] if source == "score on sm_90" else rows
+    return [row for row in rows if _has_chip_text(row)] if source == "score on sm_90" else rows
+
+
+def _has_chip_text(row: Op) -> bool:
+    texts = [row.triton] if isinstance(row.triton, str) else row.triton.values()
+    return device_functions.used_by(*texts, target="hopper") != device_functions.used_by(*texts)
 
 
 def _arguments(row: Op, dtype: torch.dtype) -> tuple[torch.dtype, ...]:

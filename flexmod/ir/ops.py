@@ -337,7 +337,7 @@ _ROWS = [
        {"int": "shift_right({0}, {1})"}, torch.bitwise_right_shift, _zero, bounds.shift_right,
        python="{0} >> {1}", plain={"int": [("{0} >> {1}", bounds.shift_within)]}),
     # exponentials and their like
-    Op("exp", ("exp",), "result", promote_float, "tl.exp({0})", torch.exp, lambda g, y, x: (g * y,),
+    Op("exp", ("exp",), "result", promote_float, "exp({0})", torch.exp, lambda g, y, x: (g * y,),
        cost="high"),
     Op("exp2", ("exp2", "special_exp2"), "result", promote_float, "tl.exp2({0})",
        torch.exp2, lambda g, y, x: (g * y * LN_2,), cost="high"),
@@ -379,7 +379,7 @@ _ROWS = [
     Op("tanh_approximate", ("tanh_approximate",), "result", promote_float, "tanh_approximate({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})",
        cost="high", finite=True),
-    Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "1.0 / (1.0 + tl.exp(-{0}))",
+    Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "inverse(1.0 + exp(-{0}))",
        torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),), bounds.share, cost="high", finite=True),
     # replaces tanh and sigmoid of a score, see `exponents.py`; torch has no name for it
     Op("logistic", (), "result", promote_float, "logistic({0})", lambda x: 1.0 / (1.0 + torch.exp2(x)),
