@@ -297,7 +297,7 @@ def check(row: Op, dtype: torch.dtype, source: Source, device: torch.device) -> 
     assert found.dtype == expected.dtype
     good = found == expected
     if found.is_floating_point():
-        known = TOLERANCE_ON_SM_90 if source == "score on sm_90" else TOLERANCE
+        known = TOLERANCE | (TOLERANCE_ON_SM_90 if source == "score on sm_90" else {})
         relative, absolute = known.get(row.name, (0.0, 0.0))
         finer = 2e-8 if found.dtype == torch.float64 else 1.0
         relative = max(relative * finer, ROUNDING.get(dtype, 0.0) if relative + absolute else 0.0)

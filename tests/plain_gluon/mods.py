@@ -47,6 +47,8 @@ class Language:
             found = np.tanh(x)
         elif text.startswith("rcp.approx"):
             found = 1 / x
+        elif text.startswith("lg2.approx"):
+            found = np.log2(x)
         else:
             assert "ex2.approx" in text, text  # the logistic
             found = 1 / (1 + np.exp2(x))

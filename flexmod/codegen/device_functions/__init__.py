@@ -16,7 +16,10 @@ from typing import Literal
 # families of chips: NVIDIA's from sm_75 on, or any chip and the interpreter
 Family = Literal["nvidia", ""]
 # for each name in `target`, the functions of `arithmetic` that these chips have instructions for
-CHIP_FUNCTIONS = {"nvidia": ("tanh_approximate",), "hopper": ("tanh_approximate", "exp", "inverse", "logistic")}
+CHIP_FUNCTIONS = {
+    "nvidia": ("tanh_approximate",),
+    "hopper": ("tanh_approximate", "exp", "inverse", "log", "log2", "logistic"),
+}
 
 FOLDER = Path(__file__).resolve().parent
 PACKAGE = f"{__name__}."

@@ -199,11 +199,32 @@ def tanh_approximate(x):
 
 
 @triton.jit
+def log(x):
+    return tl.log(x)
+
+
+@triton.jit
+def log2(x):
+    return tl.log2(x)
+
+
+@triton.jit
 def log1p(x):
-    """log(1 + x), corrected for the rounding of 1 + x."""
+    """log(1 + x), where 1 + x has no digits to lose; in float64 corrected for its rounding.
+
+    The polynomial's relative error is below 3e-8 up to 0.13, by a Chebyshev fit.
+    """
     shifted = 1.0 + x
-    return tl.where((shifted == 1.0) | (shifted == x), tl.where(shifted == 1.0, x, tl.log(shifted)),
-                    tl.log(shifted) * (x * inverse(shifted - 1.0)))
+    if x.dtype == tl.float64:
+        exact = tl.log(shifted) * (x / (shifted - 1.0))
+        result = tl.where(shifted == 1.0, x, tl.where(shifted == x, tl.log(shifted), exact))
+    else:
+        series = -0.16956106 * x + 0.20342899
+        series = series * x - 0.24998635
+        series = series * x + 0.33331515
+        series = series * x - 0.5
+        result = tl.where(tl.abs(x) < 0.13, series * x * x + x, log(shifted))
+    return result
 
 
 @triton.jit

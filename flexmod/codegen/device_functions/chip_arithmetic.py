@@ -35,6 +35,27 @@ def inverse(x):
 
 
 @triton.jit
+def log(x):
+    if x.dtype == tl.float64:
+        result = tl.log(x)
+    else:
+        result = 0.6931471805599453 * log2(x)
+    return result
+
+
+@triton.jit
+def log2(x):
+    """The chip's logarithm, with an error of up to 2^-22: absolute from 1/2 to 2, relative elsewhere."""
+    if x.dtype == tl.float64:
+        result = tl.log2(x)
+    else:
+        result = tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
 def logistic(x):
     """1 / (1 + 2^x), with one reciprocal for two neighbors in a row: 1 / a = b / (a * b).
 
