@@ -17,7 +17,7 @@ from typing import Literal
 Family = Literal["nvidia", ""]
 # for each name in `target`, the functions of `arithmetic` that these chips have instructions for
 CHIP_FUNCTIONS = {
-    "nvidia": ("tanh_approximate",),
+    "nvidia": ("tanh_approximate", "exp", "inverse"),
     "hopper": ("tanh_approximate", "exp", "inverse", "log", "log2", "logistic"),
 }
 
