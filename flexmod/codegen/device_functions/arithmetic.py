@@ -155,7 +155,7 @@ def sign(x):
 @triton.jit
 def logistic(x):
     """1 / (1 + 2^x)."""
-    return inverse(1.0 + tl.exp2(x))
+    return 1.0 / (1.0 + tl.exp2(x))
 
 
 @triton.jit
