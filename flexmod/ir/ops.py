@@ -258,7 +258,7 @@ _ROWS = [
     Op("mul", ("mul", "multiply"), "result", promote,
        {"bool": "{0} & {1}", "int": "{0} * {1}", "float": "{0} * {1}"},
        torch.mul, lambda g, y, a, b: (g * b, g * a), bounds.mul, python="{0} * {1}", finite=True),
-    Op("div", ("div", "divide", "true_divide", "truediv"), "result", promote_float, "{0} / {1}",
+    Op("div", ("div", "divide", "true_divide", "truediv"), "result", promote_float, "divide({0}, {1})",
        torch.div, lambda g, y, a, b: (g / b, -g * y / b), bounds.div, exact="tl.div_rn({0}, {1})",
        python="{0} / {1}", cost="high"),
     Op("floor_divide", ("floor_divide", "floordiv"), "result", promote,
@@ -379,7 +379,7 @@ _ROWS = [
     Op("tanh_approximate", ("tanh_approximate",), "result", promote_float, "tanh_approximate({0})",
        torch.tanh, lambda g, y, x: (g * (1.0 - y * y),), bounds.within_one, python="torch.tanh({0})",
        cost="high", finite=True),
-    Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "inverse(1.0 + exp(-{0}))",
+    Op("sigmoid", ("sigmoid", "special_expit"), "result", promote_float, "divide(1.0, 1.0 + exp(-{0}))",
        torch.sigmoid, lambda g, y, x: (g * y * (1.0 - y),), bounds.share, cost="high", finite=True),
     # replaces tanh and sigmoid of a score, see `exponents.py`; torch has no name for it
     Op("logistic", (), "result", promote_float, "logistic({0})", lambda x: 1.0 / (1.0 + torch.exp2(x)),

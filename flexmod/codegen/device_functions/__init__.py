@@ -17,8 +17,8 @@ from typing import Literal
 Family = Literal["nvidia", ""]
 # for each name in `target`, the functions of `arithmetic` that these chips have instructions for
 CHIP_FUNCTIONS = {
-    "nvidia": ("tanh_approximate", "exp", "inverse"),
-    "hopper": ("tanh_approximate", "exp", "inverse", "log", "log2", "logistic"),
+    "nvidia": ("tanh_approximate", "exp", "divide"),
+    "hopper": ("tanh_approximate", "exp", "divide", "log", "log2", "logistic"),
 }
 
 FOLDER = Path(__file__).resolve().parent
