@@ -225,7 +225,7 @@ def _pick(first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
 
 
 def _pow_derivative(g: Any, y: Any, x: Any, n: Any) -> tuple[Any, Any]:
-    by_base = torch.where(n == 0.0, 0.0, g * n * torch.pow(x, n - 1.0))
+    by_base = torch.where(n == 0.0, 0.0, g * n * torch.pow(x, n + -1.0))  # `-` takes no bool
     wide = torch.promote_types(y.dtype, torch.float32)  # the logarithm in a half type is too coarse
     by_exponent = torch.where((x == 0.0) & (n >= 0.0), 0.0, g * y * torch.log(x.to(wide)))
     return by_base, by_exponent

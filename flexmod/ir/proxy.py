@@ -385,10 +385,7 @@ class Tracer:
         kinds = [n.dtype for n in nodes]
         if float in kinds and not any(isinstance(k, torch.dtype) and k.is_floating_point for k in kinds):
             # record the present default dtype, which may have changed when the graph is read
-            nodes = [
-                GraphBuilder.fresh_const(n.value, default, n.where) if n.dtype is float else n  # type: ignore[arg-type]
-                for n in nodes
-            ]
+            nodes = [self._of_default(n, default) if n.dtype is float else n for n in nodes]
         dtype, refused = _dtypes(name, tuple([n.dtype for n in nodes]), default)
         if refused is not None:
             whole = torch.int32 if "int" in row.triton else torch.float32
@@ -405,6 +402,12 @@ class Tracer:
                 where=user_line(), advice=f"use a floating-point exponent, {float(nodes[1].value)}.",  # type: ignore[arg-type]
             )  # fmt: skip
         return Proxy(self, self._add(row.name, nodes, dtype))
+
+    def _of_default(self, number: Node, default: torch.dtype) -> Node:
+        """A Python float in the default dtype: a constant, or a parameter of a graph to differentiate."""
+        if number.is_const:
+            return GraphBuilder.fresh_const(number.value, default, number.where)  # type: ignore[arg-type]
+        return self._add(CAST, (number,), default)
 
     def check_fits(self, operation: str, node: Node, dtype: torch.dtype) -> None:
         """Raises OperationArgumentError, as torch does, for a number beyond the limits of a dtype.

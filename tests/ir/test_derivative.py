@@ -14,7 +14,7 @@ from flexmod.codegen.compiler import capture_grad
 from flexmod.ir.derivative import differentiate, differentiate_captures
 from flexmod.ir.evaluate import evaluate
 from flexmod.ir.ops import Op
-from flexmod.ir.passes import optimize
+from flexmod.ir.passes import optimize, promote_constants
 from flexmod.ir.trace import trace
 
 bias = torch.linspace(-1, 1, 12)
@@ -68,6 +68,28 @@ def test_derivative(mod: Callable[..., Any], optimized: bool) -> None:
     arguments = {**PLACES, "score": score.detach(), "grad": grad, "real": torch.float64}
     (found,) = evaluate(derivative, traced.tensors, **arguments)
     torch.testing.assert_close(found.expand(EXTENTS), expected)
+
+
+@pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
+def test_a_derivative_reads_the_numbers_of_parameters(mod: Callable[..., Any]) -> None:
+    traced = trace(mod, "score")
+    _, numbers = traced.graph.skeleton
+    of_parameters = promote_constants(traced.graph, frozenset(range(len(numbers))))
+    assert not any(node.is_const for node in of_parameters.nodes)
+    score = torch.linspace(-2, 2, 120, dtype=torch.float64).view(EXTENTS)
+    arguments = {**PLACES, "score": score, "grad": score + 5, "real": torch.float64, "numbers": numbers}
+    found, expected = (
+        evaluate(differentiate(graph), traced.tensors, **arguments)  # type: ignore[arg-type]
+        for graph in (of_parameters, traced.graph)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_power_of_a_truth_value_has_a_derivative() -> None:
+    graph = trace(lambda s, b, h, q, k: (s + 3) ** True, "score").graph
+    score = torch.linspace(-2, 2, 120).view(EXTENTS)
+    (found,) = evaluate(differentiate(graph), (), **PLACES, score=score, grad=score)
+    torch.testing.assert_close(found, score)
 
 
 def test_halves_are_differentiated_through_their_rounding() -> None:
