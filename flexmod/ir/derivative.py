@@ -24,7 +24,7 @@ from flexmod import errors
 from flexmod.ir.graph import POSITIONS, Graph, Node, home_of, rebuild
 from flexmod.ir.integers import integer_bounds
 from flexmod.ir.linear import Forms, Linear, taken_apart
-from flexmod.ir.ops import CAST, HALF, OPS, strong
+from flexmod.ir.ops import CAST, HALF, OPS, strong, with_default
 from flexmod.ir.passes import EXACT
 from flexmod.ir.proxy import Proxy, Tracer
 from flexmod.ir.trace import watching
@@ -64,7 +64,8 @@ def differentiate_captures(graph: Graph, grad_captures: Sequence[int]) -> Captur
     loads = [n for n in primal.nodes if n.op == "load" and n.value in grad_captures]
     active = _active(primal, loads)
     grads: dict[Node, Proxy] = {primal.result: tracer.position("grad")}
-    with watching(tracer):
+    # the rules' numbers, such as n - 1.0 of x ** n, whatever the dtype of the mod's
+    with watching(tracer), with_default(torch.float32):
         for node in reversed(primal.nodes):
             if node in grads and node in active and node.op not in ("input", "load"):
                 tracer.line = node.where

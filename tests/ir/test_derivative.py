@@ -92,6 +92,17 @@ def test_a_power_of_a_truth_value_has_a_derivative() -> None:
     torch.testing.assert_close(found, score)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_change_a_derivative(dtype: torch.dtype) -> None:
+    graph = trace(lambda s, b, h, q, k: (s.abs() + 0.5) ** 1.3, "score").graph
+    expected = optimize(differentiate(graph))
+    try:
+        torch.set_default_dtype(dtype)
+        assert optimize(differentiate(graph)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_halves_are_differentiated_through_their_rounding() -> None:
     graph = trace(lambda s, b, h, q, k: s.half() * 2, "score").graph
     score = torch.linspace(-2, 2, 120).view(EXTENTS)
