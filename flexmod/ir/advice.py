@@ -11,7 +11,7 @@ from functools import _lru_cache_wrapper, reduce
 from inspect import getattr_static
 from numbers import Real
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -22,10 +22,13 @@ from flexmod.ir.ops import BY_TORCH_NAME
 from flexmod.ir.source import place_of, user_frame
 
 TRUTH = "use torch.where(condition, a, b), and & | ~ in place of and, or, not."
-SYMBOLIC = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index."
+SYMBOLIC = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index of a tensor."
 ELEMENTWISE = "write it with elementwise operations; docs/operations.md lists those there are."
 WITHOUT_GRADIENT = (
     "leave it out, since gradients flow through all of a mod; for a constant, capture tensor.detach()."
+)
+FIXED_COUNT = (
+    "loop a fixed number of times, e.g. for i in range(8), and choose by torch.where(i < count, new, old)."
 )
 LARGEST = {"max": ("torch.maximum", "min"), "min": ("torch.minimum", "max")}
 ALL = {"all": ("&", "and_"), "any": ("|", "or_")}
@@ -105,6 +108,8 @@ def _is_truth(node: ast.expr) -> bool:
         return all(map(_is_truth, node.values))
     if isinstance(node, ast.Constant):
         return isinstance(node.value, bool)
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in ("bool", *ALL)
     return isinstance(node, ast.Compare)
 
 
@@ -119,6 +124,22 @@ def _largest(arguments: Sequence[ast.expr], function: str, bound: str) -> str | 
         return None
     text = reduce(lambda one, other: f"{function}({one}, {other})", others)
     return f"torch.clamp({text}, {bound}={numbers[0]})" if numbers else text
+
+
+def _in_range(value: ast.expr, container: ast.expr) -> str | None:
+    """Comparisons for `value in range(...)`; None for anything else, and for a step that has a name."""
+    if not _is_range(container) or container.keywords or not 1 <= len(container.args) <= 3:
+        return None
+    start, stop, *step = container.args if len(container.args) > 1 else (ast.Constant(0), *container.args)
+    if step and not isinstance(step[0], ast.Constant):
+        return None
+    text = f"({_comparison(start, ast.LtE(), value)}) & ({_comparison(value, ast.Lt(), stop)})"
+    distance = ast.unparse(ast.BinOp(value, ast.Sub(), start))
+    return f"{text} & (({distance}) % {step[0].value} == 0)" if step else text  # type: ignore[attr-defined]
+
+
+def _is_range(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
 
 
 def _is_number(node: ast.expr) -> bool:
@@ -137,7 +158,7 @@ def _compared(node: ast.Compare) -> str | None:
         equal = " | ".join(f"({ast.unparse(operands[0])} == {ast.unparse(item)})" for item in items)
         if isinstance(node.ops[0], (ast.In, ast.NotIn)):
             each = f"[{ast.unparse(operands[0])} == item for item in {ast.unparse(operands[1])}]"
-            equal = equal or f"functools.reduce(operator.or_, {each})"
+            equal = equal or _in_range(*operands) or f"functools.reduce(operator.or_, {each})"
             return equal if isinstance(node.ops[0], ast.In) else f"~({equal})"
         return None
     text, left = "", operands[0]
@@ -164,6 +185,8 @@ def of_value(where: Where | None) -> str:
     for node in _nodes(where):
         if isinstance(node, ast.Compare):
             text = _compared(node)
+        elif _is_range(node) and not all(map(_is_number, node.args)):
+            return FIXED_COUNT
         elif isinstance(node, ast.Call):
             text = _in_torch(node)
         else:
@@ -176,6 +199,10 @@ def of_value(where: Where | None) -> str:
 def _in_torch(node: ast.Call) -> str | None:
     """A call of a function of Python's or numpy's as one of torch's."""
     function, arguments = ast.unparse(node.func), ", ".join(map(ast.unparse, node.args))
+    if function == "divmod" and len(node.args) == 2:
+        first, second = node.args
+        parts = [ast.BinOp(first, operator, second) for operator in (ast.FloorDiv(), ast.Mod())]
+        return f"({', '.join(map(ast.unparse, parts))})"
     if function in CONVERSIONS:
         value = arguments if arguments.isidentifier() else f"({arguments})"
         return f"{value}.to({CONVERSIONS[function]})"
@@ -249,7 +276,19 @@ def of_operation(name: str, where: Where | None, table: str = "table") -> str:
         return "leave it out for a scalar, which has no dimensions; shape a captured tensor before the call."
     if name == "detach":
         return WITHOUT_GRADIENT
+    if name in ("cuda", "cpu"):
+        return "leave it out: a mod computes on the device of the call."
     return ELEMENTWISE
+
+
+def of_arguments(name: str, where: Where | None, frame: FrameType | None) -> str:
+    """For a call of a torch function with arguments of classes that it does not take, in a frame."""
+    for node in _nodes(where, frame) if name in EXTREMES else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == name:
+            text = _largest(node.args, *LARGEST[EXTREMES[name]])
+            if text is not None:
+                return f"write {text}."
+    return f"give it what torch.{name} takes; a number in the place of a tensor is torch.tensor(number)."
 
 
 def _operands_in(where: Where | None, name: str, places: tuple[int, int]) -> list[str] | None:
@@ -337,10 +376,10 @@ def _elements(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value
 
 
-def _nodes(where: Where | None) -> Iterator[ast.AST]:
+def _nodes(where: Where | None, frame: FrameType | None = None) -> Iterator[ast.AST]:
     """The syntax of the user's line, from the outside in; none where the line is no whole statement."""
     tree = _parsed(linecache.getline(where.file, where.line).strip()) if where is not None else None
-    frame = user_frame()
+    frame = frame or user_frame()
     for node in ast.walk(tree) if tree is not None else ():
         if frame is not None and isinstance(_found(frame, node), Real):
             node.is_number = True  # type: ignore[attr-defined]
@@ -349,7 +388,7 @@ def _nodes(where: Where | None) -> Iterator[ast.AST]:
 
 def _parsed(line: str) -> ast.AST | None:
     line = line.removeprefix("el") if line.startswith("elif ") else line
-    texts = [line, f"{line} pass"]
+    texts = [line, f"{line}\n pass"]
     # a lambda that is an argument of a call, which goes on in other lines
     ends = [len(line), *(at for at in range(len(line) - 1, 0, -1) if line[at] in ",)")]
     starts = [found.start() for found in LAMBDA.finditer(line)]

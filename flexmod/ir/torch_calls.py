@@ -10,13 +10,14 @@ is right for these values only, and the next call must trace the mod again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
-from flexmod.errors.base import counted
+from flexmod.errors.base import a_type, counted
 from flexmod.ir import advice, vectors
 from flexmod.ir.formulas import (
     BINARY,
@@ -194,7 +195,7 @@ def _fill(tracer: Tracer, name: str, like: Any, *args: Any, dtype: Any = None, *
 
 
 def _to(tracer: Tracer, value: Any, *targets: Any, dtype: Any = None, **options: Any) -> Proxy:
-    """Tensor.to and torch.tensor: casts to a dtype, and ignores the scalar's own device."""
+    """Tensor.to: casts to a dtype, and ignores the scalar's own device."""
     for target in targets:
         if isinstance(target, torch.dtype):
             dtype = target
@@ -216,6 +217,16 @@ def _check_device(name: str) -> None:
         ) from None  # fmt: skip
 
 
+def _tensor(tracer: Tracer, value: Any, dtype: Any = None, *, name: str, **options: Any) -> Proxy:
+    """torch.tensor and similar functions, of one value."""
+    if isinstance(value, (list, tuple)):
+        raise errors.OperationArgumentError(
+            operation=f"torch.{name}", problem=f"{a_type(value)} of traced values", where=user_line(),
+            advice="stack several, e.g. torch.stack([q_idx, kv_idx]), and use a single one as it is.",
+        )  # fmt: skip
+    return _to(tracer, value, dtype=dtype)
+
+
 def _new_tensor(tracer: Tracer, like: Any, data: Any, *, dtype: Any = None, **options: Any) -> Proxy:
     return tracer.cast(data, dtype or promote(tracer.node(like, "new_tensor").dtype))
 
@@ -229,7 +240,7 @@ SPECIAL: dict[str, Callable[..., Proxy]] = {
     "type": _type,
     "type_as": _to,
     "new_tensor": _new_tensor,
-    **dict.fromkeys(("tensor", "as_tensor", "scalar_tensor"), _to),
+    **{name: partial(_tensor, name=name) for name in ("tensor", "as_tensor", "scalar_tensor")},
     "expect_size": lambda tracer, *args: tracer.expect_size(*args[:4], sequences=args[4]),
 }
 # the names of functions that say what a method says
@@ -243,7 +254,7 @@ AUGMENTED = {
     "add": "+=", "sub": "-=", "mul": "*=", "truediv": "/=", "floordiv": "//=", "pow": "**=", "mod": "%=",
     "and": "&=", "or": "|=", "xor": "^=", "lshift": "<<=", "rshift": ">>=",
 }  # fmt: skip
-CONVERSIONS = ("round", "int", "float", "index", "complex", "len", "iter", "contains")
+CONVERSIONS = ("round", "int", "float", "index", "complex", "len", "iter", "contains", "trunc", "divmod")
 
 
 def _install_operators() -> None:

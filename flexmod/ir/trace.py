@@ -43,6 +43,12 @@ NUMPY_RANDOM = "numpy.random", 0
 GENERATORS = {"Generator": "bit_generator", "RandomState": "_bit_generator"}
 # the context of a torch.autograd.Function does not name the class
 TRACED_CLASS = re.compile(r"\b(TracedValue|Proxy|CaptureView)\b|accepts? variable")
+# torch checks the classes of arguments before it dispatches
+WRONG_ARGUMENTS = re.compile(
+    r"(?P<name>\w+)\(\) received an invalid combination of arguments - got (?P<given>\(.*\)), but expected"
+    r"|(?:(?P<function>\w+)\(\): argument '\w+' \(position \d+\) must be Tensor, not "
+    r"|expected Tensor as element \d+ in argument \d+, but got )(?P<type>[\w.]+)$"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,21 +99,31 @@ def trace(mod: Callable[..., Any], kind: str, device: torch.device | None = None
 
 @contextmanager
 def _translated_errors() -> Iterator[None]:
-    """Raises UnknownOperationError for Python's or torch's own error on the class of a traced value.
+    """Raises an error of flexmod for Python's or torch's own error on the class of a traced value.
 
-    torch.vmap, a scripted function, `divmod` and "%d" take tensors or numbers, and dispatch to no one.
+    torch.vmap, a scripted function and "%d" take tensors or numbers, and dispatch to no one. A torch function
+    that is given a number for a tensor dispatches to no one either.
     """
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, errors.FlexmodError) or not TRACED_CLASS.search(str(error)):
+        text = str(error).splitlines()[0] if str(error) else ""
+        wrong = WRONG_ARGUMENTS.match(text)
+        if isinstance(error, errors.FlexmodError) or not (wrong or TRACED_CLASS.search(str(error))):
             raise
         steps = traceback.walk_tb(error.__traceback__)
-        lines = [line_in(frame, number) for frame, number in steps]
-        inside = [line for line in lines if is_users(line.file)]
+        inside = [step for step in steps if is_users(step[0].f_code.co_filename)]
+        where = line_in(*inside[-1]) if inside else user_line()
+        if wrong:
+            name = wrong["name"] or wrong["function"] or "stack"
+            given = wrong["given"] or f"an argument of class {wrong['type']} in the place of a tensor"
+            raise errors.OperationArgumentError(
+                operation=f"torch.{name}", problem=TRACED_CLASS.sub("traced value", given), where=where,
+                advice=advice.of_arguments(name, where, inside[-1][0] if inside else None),
+            ) from error  # fmt: skip
         raise errors.UnknownOperationError(
-            operation="what is called here", where=inside[-1] if inside else user_line(),
-            advice=f"use operators and the functions in docs/operations.md ({str(error).splitlines()[0]}).",
+            operation="what is called here", where=where,
+            advice=f"use operators and the functions in docs/operations.md ({text}).",
         ) from error  # fmt: skip
 
 

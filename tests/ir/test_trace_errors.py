@@ -281,7 +281,7 @@ def in_a_variable(b, h, q, k):
 
 # values
 
-SYMBOLIC = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index."
+SYMBOLIC = "keep it symbolic: use it in arithmetic, comparisons, torch.where, or as an index of a tensor."
 
 
 def value_of(operation: str) -> tuple[str, str]:
@@ -340,7 +340,10 @@ def index_of_a_list(b, h, q, k):
     return [1, 2, 3][q] >= k  # <-
 
 
-@row(errors.ConcreteValueError, *value_of("index()"))
+@row(
+    errors.ConcreteValueError, value_of("index()")[0],
+    "loop a fixed number of times, e.g. for i in range(8), and choose by torch.where(i < count, new, old).",
+)  # fmt: skip
 def loop_over_an_index(b, h, q, k):
     for _ in range(q):  # <-
         k = k + 1
@@ -687,9 +690,14 @@ def called(problem: str) -> tuple[str, str]:
     return CALLED, f"use operators and the functions in docs/operations.md ({problem})."
 
 
-@row(errors.UnknownOperationError, *called("unsupported operand type(s) for divmod(): 'Proxy' and 'int'"))
+@row(errors.ConcreteValueError, value_of("divmod()")[0], "write ((q + 1) // 4, (q + 1) % 4).")
 def quotient_and_rest(b, h, q, k):
-    return divmod(q, 4)[0] == k  # <-
+    return divmod(q + 1, 4)[0] == k  # <-
+
+
+@row(errors.ConcreteValueError, value_of("trunc()")[0], "write torch.trunc(q / 4).")
+def whole_part_of_math(b, h, q, k):
+    return math.trunc(q / 4) == k  # <-
 
 
 @row(
@@ -899,6 +907,21 @@ def bool_of_a_condition(b, h, q, k):
     return bool(q >= k)  # <-
 
 
+@row(errors.ControlFlowError, TRUTH[0], "write (q % 2 != 0) & (k % 2 != 0).")
+def truths_of_numbers(b, h, q, k):
+    return bool(q % 2) and bool(k % 2)  # <-
+
+
+@row(errors.ConcreteValueError, value_of("index()")[0], "write (q - 2 <= k) & (k < q + 1).")
+def in_a_range_of_positions(b, h, q, k):
+    return k in range(q - 2, q + 1)  # <-
+
+
+@row(errors.ControlFlowError, TRUTH[0], "write ~((1 <= k) & (k < 9) & ((k - 1) % 2 == 0)).")
+def not_in_a_range_with_a_step(b, h, q, k):
+    return k not in range(1, 9, 2)  # <-
+
+
 LOOKUP = value_of("a lookup in a dict or set")
 
 
@@ -971,6 +994,51 @@ def absolute_value_of_math(s, b, h, q, k):
 )  # fmt: skip
 def add_a_list(s, b, h, q, k):
     return s + listed  # <-
+
+
+@row(
+    errors.OperationArgumentError, "torch.tensor was called with a list of traced values.",
+    "stack several, e.g. torch.stack([q_idx, kv_idx]), and use a single one as it is.", kind="score",
+)  # fmt: skip
+def tensor_of_a_score(s, b, h, q, k):
+    return torch.tensor([s])  # <-
+
+
+def not_taken(function: str, given: str) -> tuple[str, str]:
+    return (
+        f"torch.{function} was called with {given}.",
+        f"give it what torch.{function} takes; a number in the place of a tensor is torch.tensor(number).",
+    )
+
+
+@row(errors.OperationArgumentError, *not_taken("where", "(traced value, traced value, str)"), kind="score")
+def a_text_for_a_number(s, b, h, q, k):
+    return torch.where(q >= k, s, "-inf")  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "torch.maximum was called with an argument of class int in the place of a tensor.",
+    "write torch.clamp(q - k, min=dim).",
+)
+def a_number_for_a_tensor(b, h, q, k):
+    return torch.maximum(q - k, dim) > 3  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    *not_taken("logical_and", "an argument of class bool in the place of a tensor"),
+)
+def a_bool_for_a_tensor(b, h, q, k):
+    return torch.logical_and(q > k, True)  # <-
+
+
+@row(
+    errors.UnknownOperationError, "torch.cuda is not an operation that flexmod can trace.",
+    "leave it out: a mod computes on the device of the call.", kind="score",
+)  # fmt: skip
+def moved_to_a_device(s, b, h, q, k):
+    return s.cuda()  # <-
 
 
 @row(
