@@ -671,6 +671,12 @@ BLOCK_MASKS: list[Row] = [
         "  Instead: create_block_mask(mask_mod, 2, None, 32, 32, device='cpu', BLOCK_SIZE=(128, 128))",
     ),
     (
+        errors.MaskLengthError,
+        lambda: call(query=x(2, 4, 0, 16), key=x(), block_mask=mask(2)),
+        "block_mask was made for Q_LEN=32 and KV_LEN=32, but query has 0 positions and key 32.\n"
+        "  Instead: leave block_mask out of a call without queries or without keys",
+    ),
+    (
         errors.MaskReadsBroadcastIndex,
         reads_batch,
         "mask_mod reads b, but the block mask was built with B=1 and query has B=2: its tiles are "
@@ -1064,7 +1070,7 @@ MODS: list[Row] = [
         lambda: flexmod.and_masks(causal, mask()),  # type: ignore[arg-type]
         "mask_mod is a BlockMask, which cannot be called.\n"
         "  Instead: pass a function of scalars, e.g. def mask_mod(b, h, q_idx, kv_idx): "
-        "return q_idx >= kv_idx, and the BlockMask as block_mask=block_mask.",
+        "return q_idx >= kv_idx, or the BlockMask's own, block_mask.mask_mod.",
     ),
     (
         errors.CaptureBoundsError,
@@ -1142,14 +1148,14 @@ OPTION_MISTAKES: list[Row] = [
         errors.ArgumentTypeError,
         lambda: call(return_aux=True),
         "return_aux is True.\n"
-        "  Instead: give AuxRequest(lse=True, max_scores=True), or False for what you do not need.",
+        "  Instead: give AuxRequest(lse=True, max_scores=True), with False for what you do not need.",
     ),
     *(
         (
             errors.ArgumentTypeError,
             lambda aux=aux: call(return_aux=aux),
             f"return_aux is {given}.\n"
-            "  Instead: give AuxRequest(lse=True, max_scores=True), or False for what you do not need.",
+            "  Instead: give AuxRequest(lse=True, max_scores=True), with False for what you do not need.",
         )
         for aux, given in (
             (AuxRequest, "<class 'flexmod.calls.attention.AuxRequest'>"),

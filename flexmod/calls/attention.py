@@ -230,7 +230,7 @@ def results_of(
         raise errors.ReturnArgumentsError()
     if return_aux is not None:  # torch's AuxRequest has these fields too
         right = all(isinstance(getattr(return_aux, name, None), bool) for name in ("lse", "max_scores"))
-        advice = "give AuxRequest(lse=True, max_scores=True), or False for what you do not need"
+        advice = "give AuxRequest(lse=True, max_scores=True), with False for what you do not need"
         errors.ArgumentTypeError.check(right, "return_aux", return_aux, advice)
     want_max = return_aux is not None and as_bool(return_aux.max_scores)
     result = attend(*given, want_max) if layout == USUAL else _heads_first(attend, layout, *given, want_max)

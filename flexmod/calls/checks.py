@@ -176,6 +176,8 @@ def check_dimensions(storage: TileStorage) -> None:
 
 
 def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:
+    if 0 in lengths:
+        return "leave block_mask out of a call without queries or without keys"
     batch, heads = (size if size > 1 else None for size in mask.storage.batch)
     device = str(mask.device)
     return (

@@ -28,6 +28,8 @@ EXAMPLES = {
     "score": "def score_mod(score, b, h, q_idx, kv_idx): return score",
 }
 
+MOD_OF_A_BLOCK_MASK = ", or the BlockMask's own, block_mask.mask_mod"
+
 SEARCHED = 1000  # values to search at most for the names of captured tensors
 
 _FLEXMOD = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -148,7 +150,8 @@ def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:
         if isinstance(mod, torch.Tensor):
             expected = _of_tensor(what, mod)
         elif type(mod).__name__ == "BlockMask":
-            expected += ", and the BlockMask as block_mask=block_mask"
+            of_score = what.startswith("score")
+            expected += ", and the BlockMask as block_mask=block_mask" if of_score else MOD_OF_A_BLOCK_MASK
         elif hasattr(mod, "__array__") and what.startswith("mask"):
             expected += ", or make the array a tensor, torch.from_numpy(dense)"
         raise errors.NotCallable(mod=what, type=a_type(mod), expected=expected)
