@@ -282,7 +282,7 @@ ROWS: list[Row] = [
     (
         errors.FlexOnCpuError,
         lambda: compare("causal", device="cpu", flex=True),
-        "compare(flex=True) times torch's compiled flex_attention, which has no backward on cpu.\n"
+        "flex=True, or --flex, times torch's compiled flex_attention, which has no backward on cpu.\n"
         "  Instead: run it on a CUDA device, or leave flex out.",
     ),
     (

@@ -154,6 +154,7 @@ def test_a_comparison_that_differs(
         (["bench", "causal", "--plot", "none/x.png"], "'none/x.png': there is no folder 'none'."),
         (["source", "causal", "-o", "none/x.py"], "'none/x.py': there is no folder 'none'."),
         (["source", "causal", "--standalone", "--template", "hopper-forward"], "the portable kernels"),
+        (["source", "causal", "--target", "sm_90"], "--target is for --standalone"),
         (["build", "causal", "--dim", "100000"], "100000 is not in the range 1<=x<=65536."),
         (["warm", "causal", "--dim", "100000"], "100000 is not in the range 1<=x<=65536."),
         (["tune", "causal", "--seconds", "nan"], "'--seconds': 'nan' is no number."),
@@ -328,11 +329,16 @@ def test_a_terminal_has_colors_and_a_pipe_has_none(
     assert "\x1b[3" not in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("timed_once")
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
         (["show", "causal & padding([9])"], "flexmod compare 'causal & padding([9])'"),
         (["explain", "causal", "--score", "alibi:16"], "flexmod source causal --score alibi:16"),
+        (
+            ["compare", "causal", "--score", "my_mods.py:warm", *SIZES],
+            "flexmod bench causal --score my_mods.py:warm --plot chart.png",
+        ),
         (["doctor"], "flexmod compare sliding_window document causal"),
         (
             ["source", "causal", "--dim", "16", "--standalone", "-o", "a.py"],
@@ -417,7 +423,7 @@ def test_a_device_whose_tensors_have_no_values(command: str, capsys: pytest.Capt
 
 def test_flex_wants_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "causal", "--device", "cpu", "--flex"]) == 2
-    assert "compare(flex=True)" in capsys.readouterr().err
+    assert "flex=True, or --flex, times torch's" in capsys.readouterr().err
 
 
 def test_doctor_on_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:

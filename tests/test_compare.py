@@ -189,7 +189,7 @@ def test_flex_wants_cuda() -> None:
     with pytest.raises(errors.FlexOnCpuError) as raised:
         compare("causal", device="cpu", flex=True)
     assert str(raised.value) == (
-        "compare(flex=True) times torch's compiled flex_attention, which has no backward on cpu.\n"
+        "flex=True, or --flex, times torch's compiled flex_attention, which has no backward on cpu.\n"
         "  Instead: run it on a CUDA device, or leave flex out."
     )
 

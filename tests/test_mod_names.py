@@ -14,7 +14,7 @@ import torch
 from named_mods import NAMED
 
 from flexmod import create_mask, masks, mods
-from flexmod.errors import FlexmodError, ModArityError, base
+from flexmod.errors import FlexmodError, ModArityError, NotMadeError, base
 from flexmod.tools.cli.masks import Benchmark
 from flexmod.tools.inspection import explain
 from flexmod.tools.mod_names import KNOWN, Setting, choose, choose_mask, fitting
@@ -204,6 +204,11 @@ ROWS: list[tuple[type[FlexmodError], Any, str]] = [
     ),
     (
         base.ModExpressionError,
+        lambda folder: choose("my_mods.py", SETTING),
+        "'my_mods.py' names no mask or score mod: it names no function of the file.\n" + FORMS,
+    ),
+    (
+        base.ModExpressionError,
         lambda folder: choose("causal & 3", SETTING),
         "'causal & 3' names no mask or score mod: 3 is neither a name nor a name with parameters.\n" + FORMS,
     ),
@@ -308,6 +313,12 @@ def test_no_class_is_missing() -> None:
 
 
 def test_a_function_of_a_file_that_is_no_mod(mine: Path) -> None:
+    mine.write_text("from flexmod.masks import sliding_window\n\n\ndef two(a, b):\n    return a\n")
     with pytest.raises(ModArityError):
-        mine.write_text("def two(a, b):\n    return a\n")
         choose(f"{mine}:two", SETTING)
+    with pytest.raises(NotMadeError) as raised:  # no line: the command line's own would be quoted
+        choose(f"{mine}:sliding_window", SETTING)
+    assert str(raised.value) == (
+        "masks.sliding_window is a function that makes a mask_mod, and it was not called.\n"
+        "  Instead: call it: masks.sliding_window(window)."
+    )

@@ -98,7 +98,7 @@ class NoStandaloneError(FlexmodError, NotImplementedError):
 
 
 class FlexOnCpuError(FlexmodError, NotImplementedError):
-    what = "compare(flex=True) times torch's compiled flex_attention, which has no backward on {device}."
+    what = "flex=True, or --flex, times torch's compiled flex_attention, which has no backward on {device}."
     instead = "run it on a CUDA device, or leave flex out."
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from flexmod import masks, mods
 from flexmod.block_mask.build import noop_mask
 from flexmod.block_mask.parts import device_of
-from flexmod.errors import NoDeviceError
+from flexmod.errors import NoDeviceError, NotMadeError
 from flexmod.errors.base import (
     ModExpressionError,
     ModFileError,
@@ -208,7 +208,13 @@ class _Reader:
         of_file = OF_A_FILE.fullmatch(self.text)
         if of_file:
             function = _of_file(self.text, Path(of_file["path"]), of_file["name"])
-            return function, mod_kind(function)
+            try:
+                return function, mod_kind(function)
+            except NotMadeError as error:  # its line is none of the file's
+                facts: dict[str, Any] = error.facts
+                raise NotMadeError(**facts) from None
+        if self.text.endswith(".py"):
+            raise self._error("it names no function of the file")
         if ".py" in self.text:
             raise self._error("file.py:function stands alone; combine the functions of a file in the file")
         colon = WITH_COLON.fullmatch(self.text)

@@ -38,8 +38,7 @@ def explain(mask: str, score: str | None, **sizes: Any) -> int:
     """The graphs that a mask and a score mod are traced to, and on which template their kernels stand."""
     setting, mods = options.chosen(mask, score, **sizes)
     click.echo(str(explain_mods(mods.score, mods.mask, head_dim=setting.dim, dtype=setting.dtype)))
-    more = f" --score {quote(score)}" if score else ""
-    hint(f"flexmod source {quote(mask)}{more}")
+    hint(f"flexmod source {quote(mask)}{options.with_score(score)}")
     return 0
 
 
@@ -59,7 +58,7 @@ TEMPLATES = {
     "--standalone", is_flag=True, help="A file that needs torch and triton alone and checks itself."
 )
 @click.option(
-    "--target", type=click.Choice(NAMES), default=OLDEST, show_default=True,
+    "--target", type=click.Choice(NAMES), show_default=OLDEST,
     help="The chip that the tiles of --standalone are chosen for.",
 )  # fmt: skip
 @click.option("--output", "-o", type=options.FileToWrite(), help="A file, not the screen.")
@@ -68,7 +67,7 @@ def source(
     score: str | None,
     template: str,
     standalone: bool,
-    target: str,
+    target: str | None,
     output: Path | None,
     **sizes: Any,
 ) -> int:
@@ -78,7 +77,9 @@ def source(
     if standalone:
         if template != PORTABLE:
             raise click.UsageError(f"--standalone writes the {PORTABLE} kernels; leave --template out.")
-        text = standalone_text(mods.score, mods.mask, **of_kernels, target=target)
+        text = standalone_text(mods.score, mods.mask, **of_kernels, target=target or OLDEST)
+    elif target is not None:
+        raise click.UsageError("--target is for --standalone; a launch chooses the tiles of other kernels.")
     else:
         explanation = explain_mods(mods.score, mods.mask, **of_kernels)
         text = explanation.source
@@ -129,7 +130,7 @@ def build(mask: str, score: str | None, targets: tuple[str, ...], as_json: bool,
         title = f"{mask}{f' with {score}' if score else ''}, D={setting.dim} {dtype_name(setting.dtype)}\n"
         rows = [[*map(_cell, row.values())] for row in facts]
         show(title, table(REPORTED, rows, words=(0, 1, 2, 3, 7, 8)))
-        hint(f"flexmod warm {quote(mask)} --into kernels")
+        hint(f"flexmod warm {quote(mask)}{options.with_score(score)} --into kernels")
     return 0 if all(each.fits for _, each in built) else 1
 
 

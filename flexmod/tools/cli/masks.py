@@ -99,7 +99,8 @@ def compare(masks: tuple[str, ...], score: str | None, **sizes: Any) -> int:
         terminal.show("", *_summary(found))
     agree = all(each.agrees for each in found)
     if agree:
-        hint(f"flexmod bench {' '.join(map(quote, masks or ('causal',)))} --plot chart.png")
+        named = " ".join(map(quote, masks or ("causal",)))
+        hint(f"flexmod bench {named}{options.with_score(score)} --plot chart.png")
     return 0 if agree else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 import click
@@ -106,6 +107,11 @@ def sizes(command: Command) -> Command:
     ):  # fmt: skip
         command = decorate(command)
     return command
+
+
+def with_score(score: str | None) -> str:
+    """`--score` for the next command."""
+    return f" --score {quote(score)}" if score else ""
 
 
 def chosen(mask: str, score: str | None, **given: Any) -> tuple[Setting, Mods]:
