@@ -441,7 +441,7 @@ TENSORS: list[Row] = [
         errors.ScaleError,
         lambda: call(scale=torch.tensor(0.5)),
         "scale is a Tensor; it is a number, fixed at the call, without a gradient.\n"
-        "  Instead: multiply the score by it in a score_mod, which reads it at each call: score * scale.",
+        "  Instead: give scale=1.0, and a score_mod that reads the tensor at each call: score * scale.",
     ),
     (
         errors.ScaleError,
@@ -479,29 +479,36 @@ TENSORS: list[Row] = [
     ),
     (
         errors.DeviceMismatch,
+        lambda: call(query=x(device="meta"), key=x()),
+        "query is on meta but key is on cpu.\n  Instead: move one of them, e.g. key.to('meta').",
+    ),
+    (
+        errors.DeviceMismatch,
         lambda: call(key=x(device="meta")),
-        "query is on cpu but key is on meta.\n  Instead: move one of them, e.g. key.to('cpu').",
+        "query is on cpu but key is on meta.\n  Instead: make key on cpu; on meta it has no elements.",
     ),
     (
         errors.DeviceMismatch,
         lambda: call(value=x(device="meta")),
-        "query is on cpu but value is on meta.\n  Instead: move one of them, e.g. value.to('cpu').",
+        "query is on cpu but value is on meta.\n  Instead: make value on cpu; on meta it has no elements.",
     ),
     (
         errors.DeviceMismatch,
         lambda: captured_by_mask(x(32, device="meta")),
-        "the mask is on cpu but limits is on meta.\n  Instead: move one of them, e.g. limits.to('cpu').",
+        "the mask is on cpu but limits is on meta.\n"
+        "  Instead: make limits on cpu; on meta it has no elements.",
     ),
     (
         errors.DeviceMismatch,
         lambda: call(block_mask=mask().to("meta")),
-        "query is on cpu but block_mask is on meta.\n  Instead: move one of them, e.g. block_mask.to('cpu').",
+        "query is on cpu but block_mask is on meta.\n"
+        "  Instead: make block_mask on cpu; on meta it has no elements.",
     ),
     (
         errors.DeviceMismatch,
         lambda: captured_by_score("bias", x(4, device="meta")),
         "query is on cpu but bias, captured by score_mod, is on meta.\n"
-        "  Instead: move one of them, e.g. bias.to('cpu').",
+        "  Instead: make bias on cpu; on meta it has no elements.",
     ),
     (
         errors.UnsupportedDevice,
@@ -921,7 +928,8 @@ OFFSETS: list[Row] = [
     (
         errors.DeviceMismatch,
         lambda: call(q_offset=torch.zeros(2, dtype=torch.int32, device="meta")),
-        "query is on cpu but q_offset is on meta.\n  Instead: move one of them, e.g. q_offset.to('cpu').",
+        "query is on cpu but q_offset is on meta.\n"
+        "  Instead: make q_offset on cpu; on meta it has no elements.",
     ),
     (
         errors.CallSizeError,
@@ -1005,7 +1013,7 @@ MODS: list[Row] = [
     (
         errors.DeviceMismatch,
         lambda: flexmod.apply_sink(x(), x(2, 4, 32), torch.zeros(4, device="meta")),
-        "out is on cpu but sink is on meta.\n  Instead: move one of them, e.g. sink.to('cpu').",
+        "out is on cpu but sink is on meta.\n  Instead: make sink on cpu; on meta it has no elements.",
     ),
     (
         errors.NotMadeError,
@@ -1465,7 +1473,7 @@ FLOAT8: list[Row] = [
         errors.DeviceMismatch,
         lambda: scaled(torch.ones(2, 4, device="meta")),
         "key is on cpu but scales.key is on meta.\n"
-        "  Instead: move one of them, e.g. scales.key.to('cpu').",
+        "  Instead: make scales.key on cpu; on meta it has no elements.",
     ),
 ]
 

@@ -224,7 +224,20 @@ ROWS: list[Row] = [
         lambda: masks.natten((8, 8), kernel=4),
         "natten: kernel is 4; it must be odd on axes that are not causal, and times the dilation at most the "
         "extent, (8, 8).\n"
-        "  Instead: write kernel=7 or kernel=(5, 7).",
+        "  Instead: write e.g. kernel=(3, 3).",
+    ),
+    (
+        errors.LibraryArgumentError,
+        lambda: masks.natten((4, 9), kernel=11, dilation=(1, 2)),
+        "natten: kernel is 11; it must be odd on axes that are not causal, and times the dilation at most "
+        "the extent, (4, 9).\n"
+        "  Instead: write e.g. kernel=(3, 3).",
+    ),
+    (
+        errors.LibraryArgumentError,
+        lambda: masks.padding(torch.ones(2, 8, dtype=torch.int64)),
+        "padding: lengths is torch.int64 [2, 8]; it must be an integer tensor of shape [B].\n"
+        "  Instead: bring it into this shape, e.g. with reshape, expand or sum.",
     ),
     (
         errors.LibraryArgumentError,

@@ -301,7 +301,7 @@ def checked_scale(scale: Any) -> float | None:
             number = plain_number(scale)
     number = None if isinstance(number, bool) else number
     if number is None and scale is not None:
-        of_tensor = "multiply the score by it in a score_mod, which reads it at each call: score * scale"
+        of_tensor = "give scale=1.0, and a score_mod that reads the tensor at each call: score * scale"
         raise errors.ScaleError(
             type=a_type(scale),
             advice=of_tensor if isinstance(scale, Tensor) else "give a number, or None for 1/sqrt(head_dim)",

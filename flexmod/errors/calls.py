@@ -92,13 +92,17 @@ class MaskTwiceError(FlexmodError, ValueError):
 
 class DeviceMismatch(FlexmodError, ValueError, RuntimeError):
     what = "{first} is on {first_device} but {second} is on {second_device}."
-    instead = "move one of them, e.g. {name}.to({first_device!r})."
 
     @classmethod
     def of(cls, first: str, device: object, second: str, other: object) -> DeviceMismatch:
         """Builds the error. The first word of `second`, up to a comma, is an expression."""
         name = second.split(",")[0]
-        return cls(first=first, first_device=str(device), second=second, second_device=str(other), name=name)
+        advice = f"move one of them, e.g. {name}.to({str(device)!r})"
+        if str(other) == "meta":
+            advice = f"make {name} on {device}; on meta it has no elements"
+        return cls(
+            first=first, first_device=str(device), second=second, second_device=str(other), advice=advice
+        )
 
 
 class NoDeviceError(FlexmodError, TypeError, RuntimeError, AssertionError):

@@ -77,10 +77,12 @@ def check_tensor(
     if isinstance(value, Tensor) and not torch.compiler.is_compiling():
         tensor_kinds.check({name: value})
     fits = isinstance(value, Tensor) and value.dtype in INTEGERS
+    advice = "convert it, e.g. torch.as_tensor(values, dtype=torch.int32, device=query.device)"
+    if fits:
+        advice = "bring it into this shape, e.g. with reshape, expand or sum"
     return check_kind(
         function, name, value, ranks, fits and (last is None or value.shape[-1:] == (last,)),
-        rule=f"an integer tensor of shape {shapes}",
-        advice="convert it, e.g. torch.as_tensor(values, dtype=torch.int32, device=query.device)",
+        rule=f"an integer tensor of shape {shapes}", advice=advice,
     )  # fmt: skip
 
 

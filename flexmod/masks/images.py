@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ def natten(
             raise LibraryArgumentError(
                 function="natten", name="kernel", value=kernel,
                 rule=f"odd on axes that are not causal, and times the dilation at most the extent, {extent}",
-                advice="write kernel=7 or kernel=(5, 7)",
+                advice=_kernel_that_fits((n, length // step) for length, n, step, _ in on_axes),
             )  # fmt: skip
 
     positions = math.prod(extent)
@@ -174,6 +175,12 @@ def natten(
         return _near(q_idx, kv_idx, on_axes)
 
     return natten_mask
+
+
+def _kernel_that_fits(sizes: Iterable[tuple[int, int]]) -> str:
+    """Advice for a kernel with these sizes, given with the largest one of each axis."""
+    fitting = tuple(max(1, min(pair) - (min(pair) + 1) % 2) for pair in sizes)
+    return f"write e.g. kernel={fitting}"
 
 
 def _near(query: Any, key: Any, axes: tuple[tuple[int, int, int, bool], ...]) -> Any:
@@ -257,7 +264,7 @@ def sliding_tiles(extent: tuple[int, ...], tile: tuple[int, ...], kernel: tuple[
         raise LibraryArgumentError(
             function="sliding_tiles", name="kernel", value=kernel,
             rule=f"odd and at most the number of tiles, {counts}",
-            advice="write e.g. kernel=(3, 3, 3)",
+            advice=_kernel_that_fits(zip(kernel, counts, strict=True)),
         )  # fmt: skip
     on_axes = tuple((count, size, 1, False) for count, size in zip(counts, kernel, strict=True))
     volume = math.prod(tile)

@@ -183,7 +183,7 @@ def test_capture_on_another_device():
     ids = torch.zeros(8, dtype=torch.int32, device="meta")
     for call in (create_block_mask, create_mask):
         assert refusal(errors.DeviceMismatch, call, masks.document(ids), 1, 1, 8, 8, "cpu") == (
-            "the mask is on cpu but ids is on meta.\n  Instead: move one of them, e.g. ids.to('cpu')."
+            "the mask is on cpu but ids is on meta.\n  Instead: make ids on cpu; on meta it has no elements."
         )
 
 

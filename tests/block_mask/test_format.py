@@ -339,7 +339,7 @@ def test_parts_on_two_devices():
     )
     assert message == (
         "kv_indices is on cpu but full_kv_num_blocks is on meta.\n"
-        "  Instead: move one of them, e.g. full_kv_num_blocks.to('cpu')."
+        "  Instead: make full_kv_num_blocks on cpu; on meta it has no elements."
     )
 
 
