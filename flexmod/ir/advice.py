@@ -203,7 +203,7 @@ def _in_torch(node: ast.Call) -> str | None:
         first, second = node.args
         parts = [ast.BinOp(first, operator, second) for operator in (ast.FloorDiv(), ast.Mod())]
         return f"({', '.join(map(ast.unparse, parts))})"
-    if function in CONVERSIONS:
+    if function in CONVERSIONS and len(node.args) == 1:
         value = arguments if arguments.isidentifier() else f"({arguments})"
         return f"{value}.to({CONVERSIONS[function]})"
     module, _, name = function.rpartition(".")

@@ -337,6 +337,11 @@ class Tracer:
     def node(self, value: Any, operation: str) -> Node:
         """Converts any operand to a Node."""
         if isinstance(value, Proxy):
+            if value._tracer is not self:  # its graph numbers captured tensors in another way
+                raise errors.OperationArgumentError(
+                    operation=operation, problem="a traced value of another run of a mod", where=self.where(),
+                    advice="compute it again from the arguments: a mod keeps no traced value between runs.",
+                )  # fmt: skip
             return value._node
         if isinstance(value, (torch.Tensor, TracedValue)):
             if value.dim():

@@ -86,9 +86,8 @@ class CaptureView(TracedValue):
                 return None
             self._refuse("with a slice", "index one element at a time, or slice the tensor before the call.")
         # finds the name only when needed, since that takes longer than all other steps here
-        node = (
-            entry._node if isinstance(entry, Proxy) else self._tracer.node(entry, f"an index of {self._name}")
-        )
+        own = isinstance(entry, Proxy) and entry._tracer is self._tracer
+        node = entry._node if own else self._tracer.node(entry, f"an index of {self._name}")
         dtype = promote(node.dtype)
         if dtype.is_floating_point or dtype == torch.bool:
             raise errors.IndexDtypeError(name=self._name, dtype=dtype_name(dtype), where=user_line())

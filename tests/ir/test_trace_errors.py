@@ -1004,6 +1004,24 @@ def tensor_of_a_score(s, b, h, q, k):
     return torch.tensor([s])  # <-
 
 
+kept: dict[str, Any] = {}
+
+
+@row(
+    errors.OperationArgumentError, "add was called with a traced value of another run of a mod.",
+    "compute it again from the arguments: a mod keeps no traced value between runs.", kind="score",
+)  # fmt: skip
+def value_of_another_run(s, b, h, q, k):
+    if "bias" not in kept:
+        trace(keeps_a_value, "score")
+    return s + table[0, q] + kept["bias"]  # <-
+
+
+def keeps_a_value(s, b, h, q, k):
+    kept["bias"] = learned[0, k]
+    return s
+
+
 def not_taken(function: str, given: str) -> tuple[str, str]:
     return (
         f"torch.{function} was called with {given}.",
