@@ -741,8 +741,16 @@ BLOCK_MASKS: list[Row] = [
         errors.DenseMaskError,
         lambda: flexmod.create_block_mask(torch.zeros(4, 30, 30)),
         "a dense mask, of shape (4, 30, 30), is float32, but it says True or False.\n"
+        "  Instead: compare it, e.g. create_block_mask(dense > 0), or dense >= 0 if -inf hides a pair and 0 "
+        "keeps it. Numbers to add to scores are a score_mod, lambda score, b, h, q_idx, kv_idx: score + "
+        "dense[h, q_idx, kv_idx].",
+    ),
+    (
+        errors.DenseMaskError,
+        lambda: flexmod.create_block_mask(torch.ones(30, 30, dtype=torch.int32)),
+        "a dense mask, of shape (30, 30), is int32, but it says True or False.\n"
         "  Instead: compare it, e.g. create_block_mask(dense > 0). Numbers to add to scores are a score_mod, "
-        "lambda score, b, h, q_idx, kv_idx: score + dense[h, q_idx, kv_idx].",
+        "lambda score, b, h, q_idx, kv_idx: score + dense[q_idx, kv_idx].",
     ),
     (
         errors.DenseMaskError,

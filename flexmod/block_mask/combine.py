@@ -121,10 +121,11 @@ def dense_mask(dense: Tensor, given: tuple[int | None, ...]) -> tuple[MaskMod, t
     shape = tuple(dense.shape)
     if dense.dtype != torch.bool:
         positions = ", ".join(("b", "h", "q_idx", "kv_idx")[-len(shape) :])
+        added = ", or dense >= 0 if -inf hides a pair and 0 keeps it" if dense.is_floating_point() else ""
         raise DenseMaskError(
             shape=shape, problem=f"is {dtype_name(dense.dtype)}, but it says True or False",
-            advice="compare it, e.g. create_block_mask(dense > 0). Numbers to add to scores are a score_mod, "
-            f"lambda score, b, h, q_idx, kv_idx: score + dense[{positions}]",
+            advice=f"compare it, e.g. create_block_mask(dense > 0){added}. Numbers to add to scores are a "
+            f"score_mod, lambda score, b, h, q_idx, kv_idx: score + dense[{positions}]",
         )  # fmt: skip
     if not 2 <= len(shape) <= 4:
         raise DenseMaskError(
