@@ -808,6 +808,14 @@ def test_what_a_call_may_not_do_keeps_its_class() -> None:
         torch.compile(attend, backend="eager")(*inputs(), None, without_dimensions)
 
 
+def test_a_mistake_in_a_graph_has_a_line_of_the_user() -> None:
+    """None of the code that torch.fx writes."""
+    mod = torch.compile(lambda *x: attend(*x, lambda s, b, h, i, j: s > 0), backend="eager", fullgraph=True)
+    with pytest.raises(errors.ScoreResultError) as raised:
+        mod(*inputs())
+    assert raised.value.where is not None and raised.value.where.file == __file__
+
+
 def test_random_numbers_are_seen_where_torch_asks_no_mode() -> None:
     """For functions that make tensors; ours is told to ask."""
     functions = pytest.importorskip("torch._dynamo.variables.torch")

@@ -35,6 +35,7 @@ SEARCHED = 1000  # values to search at most for the names of captured tensors
 _FLEXMOD = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__ or ""))
 _NOT_THE_USER = (_FLEXMOD + os.sep, _TORCH + os.sep, contextlib.__file__)  # runs their `with` blocks
+_OF_A_GRAPH = "<eval_with_key>"  # code that torch.fx writes; the user's line is the one that calls it
 _LIBRARY_MODS = tuple(os.path.join(_FLEXMOD, name) + os.sep for name in ("masks", "mods"))
 
 
@@ -56,7 +57,8 @@ def user_frame(library: bool = True) -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_users(file) and (library or not file.startswith(_LIBRARY_MODS)):
+        skipped = _OF_A_GRAPH if library else (_OF_A_GRAPH, *_LIBRARY_MODS)
+        if is_users(file) and not file.startswith(skipped):
             break
         frame = frame.f_back
     return frame
