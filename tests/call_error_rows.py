@@ -1083,6 +1083,20 @@ MODS: list[Row] = [
     ),
     (
         errors.NotCallable,
+        lambda: flexmod.and_masks([causal, causal]),  # type: ignore[arg-type]
+        "mask_mod is a list, which cannot be called.\n"
+        "  Instead: pass a function of scalars, e.g. def mask_mod(b, h, q_idx, kv_idx): "
+        "return q_idx >= kv_idx, or join several, and_masks(*mask_mods).",
+    ),
+    (
+        errors.NotCallable,
+        lambda: call(score_mod=[mods.softcap(3.0)]),
+        "score_mod is a list, which cannot be called.\n"
+        "  Instead: pass a function of scalars, e.g. def score_mod(score, b, h, q_idx, kv_idx): "
+        "return score, or join several, mods.chain(*score_mods).",
+    ),
+    (
+        errors.NotCallable,
         lambda: flexmod.and_masks(causal, mask()),  # type: ignore[arg-type]
         "mask_mod is a BlockMask, which cannot be called.\n"
         "  Instead: pass a function of scalars, e.g. def mask_mod(b, h, q_idx, kv_idx): "

@@ -154,6 +154,9 @@ def _checked_count(mod: Callable[..., Any], what: str, expected: str) -> int:
         elif type(mod).__name__ == "BlockMask":
             of_score = what.startswith("score")
             expected += ", and the BlockMask as block_mask=block_mask" if of_score else MOD_OF_A_BLOCK_MASK
+        elif isinstance(mod, (list, tuple)):
+            several = "mods.chain(*score_mods)" if what.startswith("score") else "and_masks(*mask_mods)"
+            expected += f", or join several, {several}"
         elif hasattr(mod, "__array__") and what.startswith("mask"):
             expected += ", or make the array a tensor, torch.from_numpy(dense)"
         raise errors.NotCallable(mod=what, type=a_type(mod), expected=expected)
