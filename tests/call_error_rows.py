@@ -679,6 +679,13 @@ BLOCK_MASKS: list[Row] = [
     ),
     (
         errors.MaskLengthError,
+        lambda: call(query=x(2, 4, 1, 16), key=x(), block_mask=mask(2)),
+        "block_mask was made for Q_LEN=32 and KV_LEN=32, but query has 1 position and key 32.\n"
+        "  Instead: create_block_mask(mask_mod, 2, None, 1, 32, device='cpu', BLOCK_SIZE=(128, 128)), with "
+        "q_offset=31 if the queries are the last",
+    ),
+    (
+        errors.MaskLengthError,
         lambda: call(query=x(2, 4, 0, 16), key=x(), block_mask=mask(2)),
         "block_mask was made for Q_LEN=32 and KV_LEN=32, but query has 0 positions and key 32.\n"
         "  Instead: leave block_mask out of a call without queries or without keys",

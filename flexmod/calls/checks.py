@@ -180,9 +180,11 @@ def _rebuild_call(mask: MaskSnapshot, lengths: tuple[int, int]) -> str:
         return "leave block_mask out of a call without queries or without keys"
     batch, heads = (size if size > 1 else None for size in mask.storage.batch)
     device = str(mask.device)
+    part = lengths[0] < min(mask.seq_lengths[0], lengths[1])
+    at_the_end = f", with q_offset={lengths[1] - lengths[0]} if the queries are the last" if part else ""
     return (
         f"create_block_mask(mask_mod, {batch}, {heads}, {lengths[0]}, {lengths[1]}, device={device!r}, "
-        f"BLOCK_SIZE={tuple(mask.BLOCK_SIZE)})"
+        f"BLOCK_SIZE={tuple(mask.BLOCK_SIZE)}){at_the_end}"
     )
 
 
