@@ -77,11 +77,7 @@ def share_compiles(module: ModuleType, again: CompileAgain) -> None:
 
 
 def _compile(
-    function: Any,
-    again: CompileAgain,
-    key: str,
-    facts: Specialized,
-    compile_kernel: Compile,
+    function: Any, again: CompileAgain, key: str, facts: Specialized, compile_kernel: Compile
 ) -> Any:
     folder = config.cache_dir()
     find_compiled(folder)

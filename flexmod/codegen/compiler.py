@@ -116,12 +116,7 @@ def _staged(name: str, work: Callable[[Graph], T], graph: Graph | None) -> T | N
 
 
 def lower(
-    graph: Graph,
-    extents: Extents,
-    numbers: Places = (),
-    *,
-    split: bool,
-    checked: bool = False,
+    graph: Graph, extents: Extents, numbers: Places = (), *, split: bool, checked: bool = False
 ) -> Lowered:
     """Runs a traced graph through the graph stages. `numbers`: values or ranges of its parameters."""
     whole = fitted(own_graph(graph), extents, numbers)

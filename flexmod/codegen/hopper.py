@@ -121,12 +121,7 @@ Shape = ForwardShape | BackwardShape
 
 def _warps(registers: Registers) -> Mapping[str, int]:
     consumer, producer, start = registers
-    return {
-        "CONSUMER_REGISTERS": consumer,
-        "PRODUCER_REGISTERS": producer,
-        "num_warps": 4,
-        "maxnreg": start,
-    }
+    return {"CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer, "num_warps": 4, "maxnreg": start}
 
 
 def spec_obstacle(spec: KernelSpec, direction: Direction) -> str | None:

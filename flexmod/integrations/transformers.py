@@ -180,10 +180,7 @@ def _at(mask_function: masks.MaskMod, q_offset: int | Tensor, kv_offset: int) ->
 
 
 def _by_rows(
-    mask_mod: masks.MaskMod,
-    sizes: tuple[int, int, int],
-    device: torch.device | str | None,
-    use_vmap: bool,
+    mask_mod: masks.MaskMod, sizes: tuple[int, int, int], device: torch.device | str | None, use_vmap: bool
 ) -> masks.MaskMod:
     """The mask that reads the mask itself, bool [batch, queries, keys].
 

@@ -306,12 +306,7 @@ class Graph(Immutable):
         return "\n".join([f"{self.kind}({head}):", *body, f"  return {returns}"])
 
 
-def _unpickled(
-    kind: str,
-    nodes: Sequence[FlatNode],
-    results: Sequence[int],
-    *facts: Any,
-) -> Graph:
+def _unpickled(kind: str, nodes: Sequence[FlatNode], results: Sequence[int], *facts: Any) -> Graph:
     """Rebuilds a pickled graph from its nodes, and shares them as before."""
     made: list[Node] = []
     for op, places, dtype, value, where in nodes:

@@ -48,11 +48,7 @@ CHOICES = ("where", "minimum", "maximum")
 
 
 def integer_bounds(
-    graph: Graph,
-    extents: Mapping[str, int],
-    numbers: Numbers | None = None,
-    *,
-    may_wrap: bool = False,
+    graph: Graph, extents: Mapping[str, int], numbers: Numbers | None = None, *, may_wrap: bool = False
 ) -> dict[Node, bounds.Bounds]:
     """Bounds of each node's value when positions run below `extents`; UNKNOWN after a load.
 

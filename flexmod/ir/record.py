@@ -298,11 +298,7 @@ def _is_known(name: str) -> bool:
 
 @lru_cache(1024)
 def _graph(
-    text: str,
-    kinds: tuple[Any, ...],
-    integers: tuple[int, ...],
-    texts: tuple[str, ...],
-    device: Any,
+    text: str, kinds: tuple[Any, ...], integers: tuple[int, ...], texts: tuple[str, ...], device: Any
 ) -> tuple[Graph, tuple[int, ...]]:
     """The graph of a record, and for each of its captures the place among the record's captures.
 

@@ -110,11 +110,7 @@ class Vector(TracedValue):
     _name = "a short vector"
 
     def __init__(
-        self,
-        tracer: Tracer,
-        shape: Sequence[int],
-        items: dict[Place, Proxy],
-        refusal: errors.NotScalarError,
+        self, tracer: Tracer, shape: Sequence[int], items: dict[Place, Proxy], refusal: errors.NotScalarError
     ) -> None:
         self._tracer = tracer
         self.shape = torch.Size(shape)

@@ -34,12 +34,7 @@ def whole(value: object) -> int | None:
 
 
 def check_number(
-    function: str,
-    name: str,
-    value: Any,
-    least: int,
-    advice: str = "count it in positions",
-    most: int = INT64,
+    function: str, name: str, value: Any, least: int, advice: str = "count it in positions", most: int = INT64
 ) -> int:
     """Returns `value` as an int if it is an integer from `least` to `most`."""
     number = whole(value)

@@ -66,10 +66,7 @@ class Bound:
         self._results = [None if place is None else slots[place.name] for place in plan.results]
 
     def run(
-        self,
-        tensors: Sequence[Tensor | None],
-        mask: Any = None,
-        numbers: Sequence[bool | int | float] = (),
+        self, tensors: Sequence[Tensor | None], mask: Any = None, numbers: Sequence[bool | int | float] = ()
     ) -> Tensors:
         """Runs the plan on tensors and numbers of its kinds; `mask`: the snapshot with the mask's tensors."""
         if mask is not None:

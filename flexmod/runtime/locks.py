@@ -161,9 +161,7 @@ NO_TRITON = (
 _one_thread = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_one_thread.acquire,
-        after_in_parent=_one_thread.release,
-        after_in_child=_one_thread.release,
+        before=_one_thread.acquire, after_in_parent=_one_thread.release, after_in_child=_one_thread.release
     )
 
 

@@ -281,12 +281,7 @@ class VariantCall:
         self.call = operands(*self._qkv, problem, (), (), _list)
 
     def plan(
-        self,
-        direction: Direction,
-        made: Made,
-        rungs: Rungs = families.NO_RUNGS,
-        *,
-        captured: bool = True,
+        self, direction: Direction, made: Made, rungs: Rungs = families.NO_RUNGS, *, captured: bool = True
     ) -> Plan:
         """Returns the plan of a forward or a backward on these kernels, with the first rungs by default.
 

@@ -342,8 +342,7 @@ class Inspection:
             why = f"its kernel option TEMPLATE is {asked!r}, and a file has the portable kernels"
         elif self._scale is not None and self._scale <= 0:
             why, advice = (
-                f"its scale is {self._scale}, and a file takes a positive one",
-                "scale query instead",
+                f"its scale is {self._scale}, and a file takes a positive one", "scale query instead"
             )
         elif self._layout != USUAL:
             why = "its layout is 'bshd', and a file takes [batch, heads, length, head_dim]"
