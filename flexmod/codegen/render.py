@@ -64,28 +64,24 @@ def render(
     ahead = distances.text if distances else None
     texts = (ahead, score, score.as_written if score else None, *dict.fromkeys(grads.values()), mask)
     mods = [mod.text for mod in texts if mod]
-    return _finished(
-        _environment()
-        .get_template(template)
-        .render(
-            spec=spec,
-            score=score,
-            mask=mask,
-            grad=grad,
-            grads=grads,
-            distances=distances,
-            terms_of=lambda kernel: terms.get(kernel, ()),
-            texts=_with_prelude(*mods, single=spec.exact, target=target),
-            head=facts.pop("head", None) or head_lines(spec, score, mask),
-            single=spec.q_dtype is torch.float32,
-            exact=spec.exact,
-            in_pairs=score is not None and device_functions.in_pairs(score.text, target),
-            min_fixed_max=min_fixed_max(spec, score.bounds) if score else None,
-            lowest_score=score.bounds[0] * math.log2(math.e) if score else None,
-            small_scores=score is not None and score.small,
-            largest_exact=LARGEST_EXACT,
-            **facts,
-        )
+    return _rendered(
+        template,
+        spec=spec,
+        score=score,
+        mask=mask,
+        grads=grads,
+        distances=distances,
+        terms_of=lambda kernel: terms.get(kernel, ()),
+        texts=_with_prelude(*mods, single=spec.exact, target=target),
+        head=facts.pop("head", None) or head_lines(spec, score, mask),
+        single=spec.q_dtype is torch.float32,
+        exact=spec.exact,
+        in_pairs=score is not None and device_functions.in_pairs(score.text, target),
+        min_fixed_max=min_fixed_max(spec, score.bounds) if score else None,
+        lowest_score=score.bounds[0] * math.log2(math.e) if score else None,
+        small_scores=score is not None and score.small,
+        largest_exact=LARGEST_EXACT,
+        **facts,
     )
 
 
@@ -94,16 +90,8 @@ def render_builder(terms: tuple[BuilderTerm, ...], bounds: BoundsText, mask: Mod
     `elements_kernel`.
     """
     texts = [*(term.text.text for term in terms), bounds.text.text, mask.text]
-    return _finished(
-        _environment()
-        .get_template("block_mask_module.jinja")
-        .render(
-            terms=terms,
-            bounds=bounds,
-            mask=mask,
-            texts=_with_prelude(*texts, single=True),
-        )
-    )
+    prelude = _with_prelude(*texts, single=True)
+    return _rendered("block_mask_module.jinja", terms=terms, bounds=bounds, mask=mask, texts=prelude)
 
 
 def _with_prelude(*texts: str, single: bool, target: str = "") -> list[str]:
@@ -152,7 +140,7 @@ def _environment() -> jinja2.Environment:
         in_parts=_in_parts,
         captured=_captured,
         parameter_names=parameter_names,
-        device_functions=lambda *files: f"\1{' '.join(files)}\1",  # see `_finished`
+        device_functions=lambda *files: f"\1{' '.join(files)}\1",  # see `_rendered`
         kernel=lambda file, name: device_functions.functions(file)[name],
         called=lambda *names: f"\2{' '.join(names)}\2",
         as_tuple=_as_tuple,
@@ -277,11 +265,12 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
     return lines
 
 
-def _finished(text: str) -> str:
-    """A module with the device functions that it calls, and without marks.
+def _rendered(template: str, **facts: object) -> str:
+    """A module of a template with these variables, with the device functions that it calls, without marks.
 
     No trailing blanks, no more than two blank lines together, one newline at the end.
     """
+    text = _environment().get_template(template).render(**facts)
     code = COMMENT.sub("", text)
     text = FUNCTIONS.sub(lambda files: device_functions.called_by(code, *files[1].split()) or NO_LINE, text)
     text = NAMES.sub(lambda names: ", ".join(sorted(called(tuple(names[1].split()), text))), text)
