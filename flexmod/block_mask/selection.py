@@ -25,6 +25,7 @@ from flexmod.errors.base import counted, shown
 from flexmod.ir.composed import Derived, MaskMod
 from flexmod.ir.graph import as_int, as_position, expect_size
 from flexmod.ir.offsets import IndexMap
+from flexmod.ir.vectors import whole_index
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,10 @@ def of(index: Any, shape: tuple[int, ...]) -> tuple[Chosen, Chosen, Chosen]:
         ask.refuse(
             "only masks with a batch and a head dimension can be sliced", "add the missing dimensions first"
         )
-    dots = [i for i, entry in enumerate(entries) if entry is Ellipsis]
-    if len(dots) > 1 or len(entries) - len(dots) > 3:
+    dots = sum(entry is Ellipsis for entry in entries)
+    if dots > 1 or len(entries) - dots > 3:
         ask.refuse("too many indices", "give at most three, mask[b, h, q]")
-    if dots:
-        missing = 3 - (len(entries) - 1)
-        entries = (*entries[: dots[0]], *(slice(None),) * missing, *entries[dots[0] + 1 :])
-    entries = (*entries, *(slice(None),) * (3 - len(entries)))
+    entries = whole_index(index, 3)
     if sum(not isinstance(entry, slice) and not _is_number(entry) for entry in entries) > 1:
         ask.refuse("lists on two axes could mean pairs or a grid", "index one axis at a time, mask[b][:, h]")
     b, h, q = (ask.chosen(entry, axis) for axis, entry in enumerate(entries))

@@ -59,22 +59,18 @@ class CaptureView(TracedValue):
 
     def __getitem__(self, index: Any) -> Proxy | CaptureView:
         """Indexes the free dimensions from the left; with every dimension indexed, returns the element."""
-        entries = self._expand(index if isinstance(index, tuple) else (index,))
-        rest = iter(entries)
-        indices = tuple(next(rest, None) if i is None else i for i in self._indices)
+        rest = iter(self._expand(index))
+        indices = tuple(next(rest) if i is None else i for i in self._indices)
         nodes = tuple(i for i in indices if i is not None)
         if len(nodes) < len(indices):
             return CaptureView(self._tracer, self._number, indices)
         return Proxy(self._tracer, self._tracer.load(self._number, nodes))
 
-    def _expand(self, entries: tuple[Any, ...]) -> list[Node | None]:
+    def _expand(self, index: Any) -> list[Node | None]:
         sizes = self.shape
+        entries = whole_index(index, len(sizes))
         if any(e is None for e in entries):
             self._refuse("with None", "leave the new dimension out: a mod works on scalars.")
-        dots = [i for i, e in enumerate(entries) if e is Ellipsis]
-        if dots:
-            missing = len(sizes) - (len(entries) - 1)
-            entries = (*entries[: dots[0]], *(slice(None),) * missing, *entries[dots[0] + 1 :])
         if len(entries) > len(sizes):
             many = "1 index" if len(entries) == 1 else f"{len(entries)} indices"
             self._refuse(f"with {many}", f"give at most {len(sizes)}.")
@@ -94,6 +90,14 @@ class CaptureView(TracedValue):
         if node.is_const and not -size <= node.value < size:  # type: ignore[operator]
             self._refuse(f"with {node.value}", f"use an index from {-size} to {size - 1}.")
         return node
+
+
+def whole_index(index: Any, rank: int) -> tuple[Any, ...]:
+    """The entries of an index, with whole slices for an ellipsis and for dimensions that are left out."""
+    entries = index if isinstance(index, tuple) else (index,)
+    dots = next((place for place, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    first, last = entries[:dots], entries[dots + 1 :]
+    return (*first, *[slice(None)] * (rank - len(first) - len(last)), *last)
 
 
 def indexed(tracer: Tracer, target: Any, index: Any) -> Any:
@@ -123,10 +127,7 @@ class Vector(TracedValue):
 
     def __getitem__(self, index: Any) -> Any:
         """Selects by numbers, slices and an ellipsis."""
-        entries = list(index) if isinstance(index, tuple) else [index]
-        for at in [at for at, entry in enumerate(entries) if entry is Ellipsis][:1]:
-            entries[at : at + 1] = [slice(None)] * (len(self.shape) - len(entries) + 1)
-        entries += [slice(None)] * (len(self.shape) - len(entries))
+        entries = whole_index(index, len(self.shape))
         if len(entries) > len(self.shape) or not all(isinstance(e, (int, slice)) for e in entries):
             self._refuse("with more than numbers and slices", "index the captured tensor itself.")
         sized = [*zip(entries, self.shape, strict=True)]
