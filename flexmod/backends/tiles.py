@@ -143,8 +143,7 @@ class StepRules(NamedTuple):
 
 
 def length(run: slice) -> int:
-    found: int = run.stop - run.start
-    return found
+    return run.stop - run.start
 
 
 def shared_part(table: Tensor) -> Tensor:

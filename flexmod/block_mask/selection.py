@@ -233,8 +233,7 @@ class _Ask:
                     "give one bool for each",
                 )
             entries = entries.nonzero().flatten()
-        numbers: list[int] = entries.tolist()
-        return numbers
+        return entries.tolist()
 
 
 def _is_number(entry: Any) -> bool:

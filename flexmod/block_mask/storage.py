@@ -218,8 +218,7 @@ class TileStorage:
             made = self._lists.setdefault(name, new)  # another thread may have been first
             if made is not None:
                 self._versions.setdefault(name, version_of(made))
-        found: Tensor | None = self._lists[name]
-        return found
+        return self._lists[name]
 
     def all_lists(self) -> Parts:
         """The eight lists by name."""

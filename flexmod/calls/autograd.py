@@ -205,10 +205,7 @@ class PreparedCall:
             out, lse, _, *kept = found
             incoming = (out, None, *tensors[:3], out, lse, *kept, *tensors[3:])
             problem = self.whole(mask, tensors[3:count], needs[3:])
-            job: Callable[[], object] | None = backend(self.backend).backward_compiler(
-                problem, incoming, needs[:3], len(kept)
-            )
-            return job
+            return backend(self.backend).backward_compiler(problem, incoming, needs[:3], len(kept))
 
         return compiler
 

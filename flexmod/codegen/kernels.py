@@ -107,8 +107,7 @@ class Parameter:
         """The launch argument, for a parameter that is a number."""
         if self.kind == "number":
             return numbers[self.index]
-        bits: int = struct.unpack("<q", struct.pack("<d", numbers[self.index]))[0]
-        return bits
+        return struct.unpack("<q", struct.pack("<d", numbers[self.index]))[0]
 
     def value(self, tensors: Sequence[Place], numbers: Sequence[bool | int | float] | None) -> object:
         """The launch argument for this parameter; without `numbers`, a run gives a number."""

@@ -104,8 +104,7 @@ def computed_from(result: Tensor, sources: SourceStates) -> None:
 
 def sources_of(result: Tensor) -> SourceStates | None:
     """The recorded sources of a result."""
-    found: SourceStates | None = _sources.get(result.untyped_storage())
-    return found
+    return _sources.get(result.untyped_storage())
 
 
 # on the paths to captured tensors: reads a part of an object, the part's name, its recorded value

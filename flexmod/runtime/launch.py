@@ -163,8 +163,7 @@ def _refused(chosen: Chosen[Any], device: torch.device) -> Exception:
     for error in chosen.refusals.values():
         if isinstance(error, type):
             tried = [str(rung) for rung, why in chosen.refusals.items() if why is error]
-            made: Exception = error(triton=triton.__version__, device=device, tried=", ".join(tried))
-            return made
+            return error(triton=triton.__version__, device=device, tried=", ".join(tried))
     return NoTileFits(
         limit=list(too_large.values())[-1].limit,
         device=device,

@@ -80,14 +80,12 @@ _C: Any = torch._C  # a build without CUDA lacks some of the names
 
 def current_device() -> int:
     """The number of the current GPU."""
-    found: int = _C._cuda_getDevice()
-    return found
+    return _C._cuda_getDevice()
 
 
 def current_stream(device: int) -> int:
     """The current stream of a GPU, as the driver has it."""
-    found: int = _C._cuda_getCurrentRawStream(device)
-    return found
+    return _C._cuda_getCurrentRawStream(device)
 
 
 def is_stream_capturing() -> bool:
@@ -100,8 +98,7 @@ def quick_empty_strided(device_type: str) -> Callable[..., Tensor] | None:
 
     It takes half the time, and no dispatch mode sees it. None where torch has no such function.
     """
-    found: Callable[..., Tensor] | None = getattr(guards, f"_empty_strided_{device_type}", None)
-    return found
+    return getattr(guards, f"_empty_strided_{device_type}", None)
 
 
 # attention on the CPU

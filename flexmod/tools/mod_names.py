@@ -307,8 +307,7 @@ def _of_file(text: str, path: Path, name: str) -> Mod:
         own = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         problem = f"{path} has no function {name}"
         raise ModFileError(text=text, problem=problem, close=did_you_mean(name, own))
-    found: Mod = getattr(module, name)
-    return found
+    return getattr(module, name)
 
 
 def _imported(path: Path) -> ModuleType:
