@@ -23,7 +23,6 @@ from flexmod.calls.attention import AuxOutput, AuxRequest, ScoreFunction, by_ove
 from flexmod.calls.float8 import Scales
 from flexmod.codegen.spec import KernelSpec
 from flexmod.codegen.variant import EXTENTS, spec_for
-from flexmod.errors.base import shown
 from flexmod.ir.composed import MaskMod
 from flexmod.ir.fingerprint import Seen, remember
 from flexmod.ir.offsets import OffsetLike, Positions, positions_of, stated
@@ -275,16 +274,13 @@ class CompiledAttention(Inspection):
         size = "a whole number above 0, with dtype beside it"
         of_value = head_dim if value_dim is None else value_dim
         is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        for name, value, right, rule in (
-            ("dtype", dtype, is_float, "a floating-point torch.dtype, with head_dim beside it"),
-            ("head_dim", head_dim, type(head_dim) is int and head_dim > 0, size),
-            ("value_dim", of_value, type(of_value) is int and of_value > 0, size),
-        ):
-            if not right:
-                raise errors.LibraryArgumentError(
-                    function="compile", name=name, value=shown(value), rule=rule,
-                    advice=f"write {CALL}, or neither",
-                )  # fmt: skip
+        a_float, advice = "a floating-point torch.dtype, with head_dim beside it", f"write {CALL}, or neither"
+        errors.LibraryArgumentError.check(
+            "compile",
+            ("dtype", dtype, is_float, a_float, advice),
+            ("head_dim", head_dim, type(head_dim) is int and head_dim > 0, size, advice),
+            ("value_dim", of_value, type(of_value) is int and of_value > 0, size, advice),
+        )
         spec = spec_for(
             dtype, head_dim, value_dim, BLOCK,
             precision=_precision(dtype), positive_scale=self._positive_scale, shared_kv=self._enable_gqa,

@@ -371,15 +371,12 @@ def _check(x: Any, dtype: object, by: object, rotate: bool) -> None:
     rotates = not rotate or dim % 16 == 0 or _rotation_size(dim) == dim
     floats, float8 = "float16, bfloat16, float32 or float64", " or ".join(map(str, FLOAT8))
     sizes = "a power of two or a multiple of 16 with rotate=True"
-    for name, value, right, rule, advice in (
+    errors.LibraryArgumentError.check(
+        "quantize",
         ("x", x.dtype, x.dtype in checks.TORCH_DTYPES, floats, "write quantize(x.float())"),
-        ("dtype", repr(dtype), dtype in FLOAT8, float8, "leave it out for torch.float8_e4m3fn"),
-        ("by", repr(by), by in _GROUPS, "'tensor', 'head' or 'block'", 'write e.g. by="head"'),
+        ("dtype", dtype, dtype in FLOAT8, float8, "leave it out for torch.float8_e4m3fn"),
+        ("by", by, by in _GROUPS, "'tensor', 'head' or 'block'", 'write e.g. by="head"'),
         ("head_dim", dim, rotates, sizes, "leave rotate out for both query and key"),
-    ):
-        if not right:
-            raise errors.LibraryArgumentError(
-                function="quantize", name=name, value=value, rule=rule, advice=advice
-            )
+    )
     if x.requires_grad and torch.is_grad_enabled():
         raise errors.QuantizeGradientError()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 
-from flexmod.errors.base import FlexmodError, Where, counted
+from flexmod.errors.base import FlexmodError, Where, counted, shown
 
 
 class ModArityError(FlexmodError, TypeError, AssertionError):
@@ -138,6 +138,13 @@ class NoDerivativeError(FlexmodError, NotImplementedError):
 
 class LibraryArgumentError(FlexmodError, ValueError):
     what = "{function}: {name} is {value}; it must be {rule}."
+
+    @classmethod
+    def check(cls, function: str, *rows: tuple[str, object, bool, str, str]) -> None:
+        """Raises the error for the first row (name, value, right, rule, advice) whose value is not right."""
+        for name, value, right, rule, advice in rows:
+            if not right:
+                raise cls(function=function, name=name, value=shown(value), rule=rule, advice=advice)
 
 
 class NotPicklableError(FlexmodError, pickle.PicklingError, TypeError):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flexmod import errors
-from flexmod.errors.base import a_type, shown
+from flexmod.errors.base import a_type
 from flexmod.ir.composed import Derived, Movable
 from flexmod.ir.evaluate import is_host_number
 from flexmod.ir.graph import as_int, expect_size
@@ -49,14 +49,11 @@ class Offset:
         number = as_int(bound)
         largest = -1 if number is None else number
         most = f"an integer from 0 to {LARGEST}"
-        for name, value, right, rule, advice in (
+        errors.LibraryArgumentError.check(
+            "Offset",
             ("values", values, isinstance(values, Tensor), "a tensor", "give torch.tensor(values)"),
             ("bound", bound, 0 <= largest <= LARGEST, most, "give the length of the longest sequence"),
-        ):
-            if not right:
-                raise errors.LibraryArgumentError(
-                    function="Offset", name=name, value=shown(value), rule=rule, advice=advice
-                )
+        )
         self.values, self.bound = values, largest
 
     def __repr__(self) -> str:
