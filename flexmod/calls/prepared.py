@@ -21,7 +21,7 @@ from flexmod import errors
 from flexmod.backends.arguments import Forward, Problem
 from flexmod.backends.options import KernelOptions, families_version
 from flexmod.block_mask.build import create_block_mask
-from flexmod.block_mask.format import BlockMask, from_torch
+from flexmod.block_mask.format import from_torch
 from flexmod.block_mask.storage import MaskSnapshot, is_captured
 from flexmod.calls import autograd, checks
 from flexmod.calls.autograd import PreparedCall
@@ -374,8 +374,6 @@ def _snapshot(block_mask: Any) -> MaskSnapshot | None:
     """Takes a snapshot of the mask, so that its later changes do not reach the call or its backward."""
     if block_mask is None or isinstance(block_mask, MaskSnapshot):
         return block_mask
-    if isinstance(block_mask, BlockMask):
-        return block_mask.snapshot()
     return from_torch(block_mask).snapshot()
 
 
