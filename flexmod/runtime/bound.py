@@ -53,7 +53,7 @@ class Bound:
         self.plan = plan
         slots = _slots(plan)
         self._blank = [None] * (len(slots) - len(plan.inputs) - len(plan.numbers))
-        kinds, self._hooked = _STEPS, _never
+        kinds, self._hooked = _STEPS, lambda: False
         if plan.launches():
             from flexmod.runtime.direct import hooked
             from flexmod.runtime.launch import BoundLaunch
@@ -76,10 +76,6 @@ class Bound:
         for step in self._watched if watched else self._steps:
             step(room, mask)
         return tuple([None if slot is None else room[slot] for slot in self._results])
-
-
-def _never() -> bool:
-    return False
 
 
 def _slots(plan: Plan) -> dict[str, int]:
