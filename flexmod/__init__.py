@@ -27,31 +27,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AuxOutput",
-    "AuxRequest",
-    "BlockMask",
-    "CompiledAttention",
-    "FlexKernelOptions",
-    "Offset",
-    "Scales",
-    "and_masks",
-    "apply_sink",
-    "compare",
-    "compile",
-    "create_block_mask",
-    "create_mask",
-    "errors",
-    "explain",
-    "flex_attention",
-    "masks",
-    "mods",
-    "nested_attention",
-    "noop_mask",
-    "or_masks",
-    "quantize",
-    "tanh_approximate",
-    "varlen_attention",
-]
+    "AuxOutput", "AuxRequest", "BlockMask", "CompiledAttention", "FlexKernelOptions", "Offset", "Scales",
+    "and_masks", "apply_sink", "compare", "compile", "create_block_mask", "create_mask", "errors", "explain",
+    "flex_attention", "masks", "mods", "nested_attention", "noop_mask", "or_masks", "quantize",
+    "tanh_approximate", "varlen_attention",
+]  # fmt: skip
 
 # A module, and the public names that it defines.
 _DEFINED_IN = {

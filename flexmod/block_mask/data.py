@@ -136,13 +136,9 @@ class MaskData:
             return last
         self.look()
         made = MaskSnapshot(
-            storage,
-            self._seq_lengths,
-            self._block_size,
-            self.full_tiles_padded,
-            self._traced,
+            storage, self._seq_lengths, self._block_size, self.full_tiles_padded, self._traced,
             storage.written(),
-        )
+        )  # fmt: skip
         if self._seen == (storage, made.lists):  # false for lists that could not be checked
             self._snapshot = made
         return made

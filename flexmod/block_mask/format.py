@@ -329,14 +329,9 @@ class BlockMask(MaskData):
         mask_mod = moved(self._as_made(), device) if isinstance(self.mask_mod, Derived) else self.mask_mod
         traced = self._traced if mask_mod is self.mask_mod else trace_mask(mask_mod, device)
         new = self._of_storage(
-            self.storage.to(device),
-            self.seq_lengths,
-            self.BLOCK_SIZE,
-            mask_mod,
-            traced,
-            self.full_tiles_padded,
-            self._classified,
-        )
+            self.storage.to(device), self.seq_lengths, self.BLOCK_SIZE, mask_mod, traced,
+            self.full_tiles_padded, self._classified,
+        )  # fmt: skip
         for name in FLASH_PARTS:
             part = getattr(self, name)
             setattr(new, name, None if part is None else part.to(device))

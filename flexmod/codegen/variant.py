@@ -76,17 +76,10 @@ class Variant:
         `reduce_in_backward`: another family's backward makes the sums for captures itself.
         """
         grad_captures = self.learned if direction == "backward" else ()
-        spec = self.spec_of(direction)
         return kernels_for(
-            spec,
-            self.score,
-            self.mask,
-            self.options,
-            interpreted,
-            grad_captures=grad_captures,
-            reduce_in_backward=reduce_in_backward,
-            family=family,
-        )
+            self.spec_of(direction), self.score, self.mask, self.options, interpreted,
+            grad_captures, reduce_in_backward, family,
+        )  # fmt: skip
 
 
 def variant(

@@ -349,13 +349,8 @@ def timed(attention: Implementation, inputs: Inputs, setting: Setting, skips: fl
     )
     pairs = (1 - skips / 100) * setting.batch * setting.heads * setting.seq**2
     tera = 1e-9 * pairs * setting.dim  # a thousandth of 1e-12: times are in milliseconds
-    return Timing(
-        attention.name,
-        forward_ms,
-        FORWARD_FLOPS * tera / forward_ms,
-        backward_ms,
-        BACKWARD_FLOPS * tera / backward_ms,
-    )
+    rates = FORWARD_FLOPS * tera / forward_ms, BACKWARD_FLOPS * tera / backward_ms
+    return Timing(attention.name, forward_ms, rates[0], backward_ms, rates[1])
 
 
 def median_ms(call: Callable[[], Any], device: torch.device) -> float:
