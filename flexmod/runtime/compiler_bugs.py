@@ -1,8 +1,7 @@
-"""Lists compiler bugs that flexmod works around, and detects wrong and slow machine code.
+"""Detects wrong and slow machine code.
 
-Remove a row of BUGS and its workaround when flexmod requires a version without the bug. Workarounds that read
-compiled code stand below. Each other workaround stands where flexmod chooses the text or shape; the row names
-the place.
+The section "Compiler bugs" of docs/archive/design_choices.md lists the bugs that flexmod works around. The
+workarounds that read compiled code stand here.
 
 ptxas reports in its log (C7505 to C7519) why it made a Hopper kernel slower than its text, but Triton keeps
 no log. The machine code shows it too:
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from flexmod.errors import MisaddressedProductsError, RoundedProductsError
 
@@ -28,80 +27,6 @@ if TYPE_CHECKING:
 
 
 WrongProducts = type[RoundedProductsError] | type[MisaddressedProductsError]
-NO_TRACKER = "NVIDIA has no public list of ptxas's bugs"
-
-
-class CompilerBug(NamedTuple):
-    """A compiler bug, its workaround, and the versions that have it."""
-
-    what: str
-    since: str
-    """The versions that are known to have it."""
-    until: str
-    """The first version without it, or what is known of one."""
-    issue: str
-    """Its address, or why there is none."""
-    workarounds: tuple[str, ...]
-    """Dotted names within flexmod."""
-
-
-BUGS = (
-    CompilerBug(
-        "float32 is multiplied in TF32 on sm_100 in spite of input_precision='ieee', where a product has "
-        "multiples of 64 rows, now and then",
-        since="Triton 3.6",
-        until="Triton 3.9, the next release that was tested",
-        issue="https://github.com/triton-lang/triton/issues/10176",
-        workarounds=("runtime.compiler_bugs.wrong",),
-    ),
-    CompilerBug(
-        "two products whose tiles begin at one place in shared memory, in unlike layouts, share an address "
-        "on sm_90 that is lost: the second product reads anywhere",
-        since="ptxas of CUDA 12.8, in Triton 3.6",
-        until="ptxas of CUDA 12.9, https://github.com/triton-lang/triton/pull/8983",
-        issue=NO_TRACKER,
-        workarounds=("codegen.spec.KernelSpec.value_tile", "runtime.compiler_bugs.misaddressed"),
-    ),
-    CompilerBug(
-        "the second minus of max(max(a, -b), max(c, -d)) is lost where a kernel takes max(-c, d) too",
-        since="ptxas of CUDA 12.8, in Triton 3.6",
-        until="not known: no later ptxas was tried",
-        issue=NO_TRACKER,
-        workarounds=("ir.passes._swapped",),
-    ),
-    CompilerBug(
-        "torch.rand and other functions that make tensors ask no TorchFunctionMode in TorchDynamo: mods drew "
-        "random numbers unnoticed",
-        since="torch 2.11",
-        until="torch 2.13",
-        issue="not reported",
-        workarounds=("runtime.private_torch.ask_modes_of_constructors",),
-    ),
-    CompilerBug(
-        "the unary -, + and abs of a tensor ask no TorchFunctionMode in TorchDynamo, as they do outside",
-        since="torch 2.13, https://github.com/pytorch/pytorch/pull/181657",
-        until="not known: no later torch was tried",
-        issue="not reported",
-        workarounds=("runtime.private_torch.ask_modes_of_unary_operators",),
-    ),
-    CompilerBug(
-        "Triton's launchers in C share one module, so that of two threads that load launchers, one may read "
-        "the other's: its kernel starts with wrong arguments",
-        since="Triton 3.6",
-        until="Triton 3.9, the next release that was tested: it writes no launchers in C",
-        issue="not reported",
-        workarounds=("runtime.private_triton.load_launchers_apart",),
-    ),
-    CompilerBug(
-        "Triton's interpreter computes on the bits of bfloat16, cuts off where it converts to bfloat16, "
-        "keeps a comparison's operand type, rounds both steps of a fused multiply-add, reads an index from "
-        "an array, which numpy 2.4 refuses, and takes -1 for all ones of an unsigned type",
-        since="Triton 3.6 to 3.9",
-        until="none: https://github.com/triton-lang/triton/pull/11585 was declined",
-        issue="https://github.com/triton-lang/triton/issues/11584",
-        workarounds=("runtime.interpreter_corrections.correct",),
-    ),
-)
 
 
 def wrong(kernels: Made, asm: Mapping[str, Any]) -> WrongProducts | None:

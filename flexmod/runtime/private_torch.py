@@ -310,7 +310,7 @@ def guard_defaults() -> None:
 
 @cache
 def ask_modes_of_constructors() -> None:
-    """See `runtime/compiler_bugs.py`."""
+    """See "Compiler bugs" in docs/archive/design_choices.md."""
     from torch._dynamo.variables import torch as functions
     from torch.utils._device import _device_constructors
 
@@ -320,7 +320,7 @@ def ask_modes_of_constructors() -> None:
 
 @cache
 def ask_modes_of_unary_operators() -> None:
-    """See `runtime/compiler_bugs.py`."""
+    """See "Compiler bugs" in docs/archive/design_choices.md."""
     from torch._dynamo.variables import TensorVariable
 
     def asking(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
