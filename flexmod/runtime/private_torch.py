@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, partial, wraps
 from types import ModuleType
@@ -321,20 +321,24 @@ def ask_modes_of_constructors() -> None:
 @cache
 def ask_modes_of_unary_operators() -> None:
     """See "Compiler bugs" in docs/archive/design_choices.md."""
+    methods = {"nb_negative_impl": "neg", "nb_absolute_impl": "abs", "nb_positive_impl": "positive"}
+    _call_methods(methods, lambda _, tx: tx.symbolic_torch_function_state.in_torch_function_mode())
+
+
+def _call_methods(names: Mapping[str, str], when: Callable[[Any, Any], bool]) -> None:
+    """Makes functions of TorchDynamo's tensors call a method of the tensor instead, under a condition.
+
+    `names` has the methods by the functions' names. A version of torch may lack some of the functions.
+    """
     from torch._dynamo.variables import TensorVariable
 
-    def asking(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
-        def unary(self: Any, tx: Any) -> Any:
-            if tx.symbolic_torch_function_state.in_torch_function_mode():
-                return self.call_method(tx, method, [], {})
-            return plain(self, tx)
+    def calling(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
+        return lambda self, tx: self.call_method(tx, method, [], {}) if when(self, tx) else plain(self, tx)
 
-        return unary
-
-    for slot, method in (("negative", "neg"), ("absolute", "abs"), ("positive", "positive")):
-        plain = getattr(TensorVariable, f"nb_{slot}_impl", None)
+    for name, method in names.items():
+        plain = getattr(TensorVariable, name, None)
         if plain is not None:
-            setattr(TensorVariable, f"nb_{slot}_impl", asking(plain, method))
+            setattr(TensorVariable, name, calling(plain, method))
 
 
 RECORDED_DIMENSIONS = 12  # of a recorded mod's values, more than other tensors have
@@ -348,7 +352,6 @@ def correct_recorded_values() -> None:
     Function: torch turns gradients off there. It answers `x.shape` and `x.ndim` by itself: the recorder
     knows the shape that the mod means.
     """
-    from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
     def recorded(*values: Any) -> bool:
@@ -356,13 +359,7 @@ def correct_recorded_values() -> None:
             return False
         return any((getattr(value, "ndim", None) or 0) >= RECORDED_DIMENSIONS for value in values)
 
-    def asking(plain: Callable[..., Any], method: str) -> Callable[..., Any]:
-        return lambda self, tx: self.call_method(tx, method, [], {}) if recorded(self) else plain(self, tx)
-
-    for attribute, method in (("shape", "size"), ("ndim", "dim")):
-        plain = getattr(TensorVariable, f"method_attr_{attribute}")
-        setattr(TensorVariable, f"method_attr_{attribute}", asking(plain, method))
-
+    _call_methods({"method_attr_shape": "size", "method_attr_ndim": "dim"}, lambda x, _: recorded(x))
     plain_apply = AutogradFunctionVariable.call_apply
 
     def apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
