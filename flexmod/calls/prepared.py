@@ -295,22 +295,20 @@ def checked_scale(scale: Any) -> float | None:
     """Returns the scale as a float. Raises ScaleError (also for a tensor, which would get no gradient) and
     ScaleValueError.
     """
-    number = None
-    if scale is not None and not isinstance(scale, Tensor):
+    if scale is None:
+        return None
+    number, advice = None, "give a number, or None for 1/sqrt(head_dim)"
+    if isinstance(scale, Tensor):
+        advice = "give scale=1.0, and a score_mod that reads the tensor at each call: score * scale"
+    else:
         with suppress(TypeError):  # an array of several numbers
             number = plain_number(scale)
-    number = None if isinstance(number, bool) else number
-    if number is None and scale is not None:
-        of_tensor = "give scale=1.0, and a score_mod that reads the tensor at each call: score * scale"
-        raise errors.ScaleError(
-            type=a_type(scale),
-            advice=of_tensor if isinstance(scale, Tensor) else "give a number, or None for 1/sqrt(head_dim)",
-        )
-    if number is not None and not abs(number) <= LARGEST_SCALE:
-        large = isinstance(number, int)
-        value = f"an integer of {number.bit_length()} bits" if large else number  # type: ignore[union-attr]
+    if number is None or isinstance(number, bool):
+        raise errors.ScaleError(type=a_type(scale), advice=advice)
+    if not abs(number) <= LARGEST_SCALE:
+        value = f"an integer of {number.bit_length()} bits" if isinstance(number, int) else number
         raise errors.ScaleValueError(value=value)
-    return None if number is None else float(number)
+    return float(number)
 
 
 def float32_precision() -> Literal["ieee", "tf32"]:
