@@ -17,16 +17,14 @@ import torch
 
 from flexmod.codegen import device_functions
 from flexmod.errors import Where
-from flexmod.ir.graph import Node
+from flexmod.ir.graph import Node, dtype_name
 from flexmod.ir.ops import CAST, HALF, OPS, number, strong
+from flexmod.ir.proxy import VALUE_DTYPES
 from flexmod.runtime.locks import parse
 
 TRITON_DTYPES = {
-    torch.bool: "tl.int1", torch.uint8: "tl.uint8", torch.int8: "tl.int8", torch.int16: "tl.int16",
-    torch.int32: "tl.int32", torch.int64: "tl.int64",
-    torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16",
-    torch.float32: "tl.float32", torch.float64: "tl.float64",
-    torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5",
+    **{dtype: f"tl.{dtype_name(dtype)}" for dtype in VALUE_DTYPES},
+    torch.bool: "tl.int1", torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5",
 }  # fmt: skip
 
 WIDTH = 96  # columns of a line in a function
