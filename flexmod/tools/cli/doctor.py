@@ -22,9 +22,11 @@ from flexmod.runtime import config, tuned
 from flexmod.runtime.target import OLDEST, Target, target_of
 from flexmod.tools.terminal import hint, show, table
 
-# What flexmod needs, and what a part of it needs.
-NEEDED = ("torch", "triton", "jinja2", "rich", "click")
-FOR_A_PART = {"numpy": "Triton's interpreter", "matplotlib": "plots", "transformers": "its models"}
+# What flexmod needs, and what a part of it needs: packages, and the part.
+PACKAGES = {
+    **dict.fromkeys(("flexmod", "torch", "triton", "jinja2", "rich", "click"), ""),
+    "numpy": "Triton's interpreter", "matplotlib": "plots", "transformers": "its models",
+}  # fmt: skip
 DIMS = (32, 64, 128, 256)
 
 
@@ -47,10 +49,7 @@ def doctor() -> int:
 
 def _installed() -> Iterator[tuple[str, str, str]]:
     yield "Python", platform.python_version(), ""
-    yield "flexmod", version("flexmod"), ""
-    for name in NEEDED:
-        yield name, version(name), ""
-    for name, purpose in FOR_A_PART.items():
+    for name, purpose in PACKAGES.items():
         yield name, version(name), purpose
 
 
