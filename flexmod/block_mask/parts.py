@@ -263,11 +263,16 @@ def trace_mask(mask_mod: MaskMod, device: torch.device) -> Traced:
     for a capture that requires a gradient, if gradients are recorded.
     """
     traced = unwrapped(remembered(mask_mod, "mask", device))
-    for number in used_captures(traced.graph.nodes) if tensor_kinds.records_gradients() else ():
-        if traced.tensors[number].requires_grad:
-            line = line_of_load(traced.graph.nodes, number)
-            raise errors.MaskCaptureGradientError(name=traced.graph.captures[number].name, where=line)
+    for number in used_captures(traced.graph.nodes):
+        check_no_gradient(traced, number)
     return traced
+
+
+def check_no_gradient(traced: Traced, number: int) -> None:
+    """Raises MaskCaptureGradientError if a gradient is recorded for one of a mask's captures."""
+    if traced.tensors[number].requires_grad and tensor_kinds.records_gradients():
+        line = line_of_load(traced.graph.nodes, number)
+        raise errors.MaskCaptureGradientError(name=traced.graph.captures[number].name, where=line)
 
 
 def unwrapped(traced: Traced) -> Traced:

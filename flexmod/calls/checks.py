@@ -9,11 +9,12 @@ from torch import Tensor
 
 from flexmod import errors
 from flexmod.backends.options import USUAL, Layout
+from flexmod.block_mask.parts import check_no_gradient
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, SMALLEST_TILE
 from flexmod.errors.base import a_type, counted
 from flexmod.ir.evaluate import is_host_number
-from flexmod.ir.graph import check_sizes, dtype_name, line_of_load, used_captures
+from flexmod.ir.graph import check_sizes, dtype_name, used_captures
 from flexmod.ir.offsets import LARGEST
 from flexmod.ir.trace import Traced
 from flexmod.runtime import tensor_kinds
@@ -198,9 +199,8 @@ def check_captures(traced: Traced, query: Tensor) -> None:
         if not is_host_number(tensor, query.device):
             check_device("query", query, name, tensor.device)
         tensor_kinds.check({name: tensor})
-        if traced.graph.kind == "mask" and tensor.requires_grad and tensor_kinds.records_gradients():
-            line = line_of_load(traced.graph.nodes, number)
-            raise errors.MaskCaptureGradientError(name=traced.graph.captures[number].name, where=line)
+        if traced.graph.kind == "mask":
+            check_no_gradient(traced, number)
 
 
 def check_device(first: str, one: Tensor, second: str, other: torch.device) -> None:
