@@ -59,12 +59,8 @@ class ForwardShape:
         return 2 if self.consumers == 1 else 1
 
     def arguments(self) -> Mapping[str, int]:
-        return {
-            "CONSUMERS": self.consumers,
-            "BLOCK_N": self.block_n,
-            "STAGES": self.stages,
-            **_warps(REGISTERS[self.consumers]),
-        }
+        own = {"CONSUMERS": self.consumers, "BLOCK_N": self.block_n, "STAGES": self.stages}
+        return {**own, **_warps(REGISTERS[self.consumers])}
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n} ({counted(self.consumers, 'consumer')})"
@@ -91,19 +87,12 @@ class BackwardShape:
     chunks: int | None = None
 
     def arguments(self) -> Mapping[str, int]:
-        ways: Mapping[str, int | None] = {
-            "AHEAD": self.ahead,
-            "LATE": self.late,
-            "SHARED_OPERAND": self.shared_operand,
-            "CHUNKS": self.chunks,
-        }
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "STAGES": self.stages,
-            **{name: value for name, value in ways.items() if value is not None},
-            **_warps(REGISTERS[2]),
-        }
+        given: Mapping[str, int | None] = {
+            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "STAGES": self.stages, "AHEAD": self.ahead,
+            "LATE": self.late, "SHARED_OPERAND": self.shared_operand, "CHUNKS": self.chunks,
+        }  # fmt: skip
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return {**chosen, **_warps(REGISTERS[2])}
 
     def __str__(self) -> str:
         parts = ["dQ a step late" if self.ahead is None else "ahead" if self.ahead else "in step"]

@@ -15,6 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -381,7 +382,7 @@ class TritonWriter:
         return function.bound[text]
 
     def parameter(
-        self, function: Function, name: str, kind: Kind, index: object, dim: int = 0, comment: str = ""
+        self, function: Function, name: str, kind: Kind, index: Any, dim: int = 0, comment: str = ""
     ) -> str:
         """The name of a kernel parameter inside the functions.
 
@@ -392,9 +393,8 @@ class TritonWriter:
         known = self.parameters.get((kind, index, dim))
         if known is None:
             name = name if kind == "pointer" else fresh(name, self.taken)
-            number: int = index  # type: ignore[assignment]
-            last = self.graph.captures[number].rank - 1 if kind == "size" else 0
-            known = Parameter(name + suffix, kind, number, dim, comment, row_length=0 < dim == last)
+            last = self.graph.captures[index].rank - 1 if kind == "size" else 0
+            known = Parameter(name + suffix, kind, index, dim, comment, row_length=0 < dim == last)
             self.parameters[kind, index, dim] = known
         name = known.name.removesuffix(suffix)
         function.uses[name] = suffix
