@@ -224,7 +224,8 @@ class _Range:
 
 def as_ranges(graph: Graph) -> Graph:
     """Replaces comparisons in the graph by ranges, where both are proven equal."""
-    return _RangeRewriter(graph).graph()
+    rewriter = _RangeRewriter(graph)
+    return rebuild(graph, rewriter.rewritten, rewriter.builder)
 
 
 def _of_row(form: Linear) -> int:
@@ -234,7 +235,6 @@ def _of_row(form: Linear) -> int:
 
 class _RangeRewriter:
     def __init__(self, graph: Graph) -> None:
-        self.old = graph
         self.known = integer_bounds(graph, dict.fromkeys(POSITIONS, 2**31), may_wrap=True)
         self.forms = Forms(self.known)
         self.builder = GraphBuilder()
@@ -242,10 +242,7 @@ class _RangeRewriter:
         chains = {n for n in graph.nodes if n.op in AND and is_logic(n)}
         self.whole = {*graph.results, *(a for n in graph.nodes if n not in chains for a in n.args)}
 
-    def graph(self) -> Graph:
-        return rebuild(self.old, self._rewritten, self.builder)
-
-    def _rewritten(self, builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
+    def rewritten(self, builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node not in self.whole:
             return None
         chain = links(node, AND)
