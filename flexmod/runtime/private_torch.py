@@ -55,8 +55,11 @@ _KINDS_OF_MODES = torch._C._TorchDispatchModeKey
 _RECORDING = (_KINDS_OF_MODES.FAKE, _KINDS_OF_MODES.PROXY, _KINDS_OF_MODES.FUNCTIONAL)
 
 
-def is_recording() -> bool:
-    """Is a mode active that makes a graph of the operations: FakeTensorMode, make_fx, functionalization?"""
+def recorded_by_torch() -> bool:
+    """Is a mode active that makes a graph of the operations: FakeTensorMode, make_fx, functionalization?
+
+    Such a graph would miss launches of kernels.
+    """
     return any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDING)
 
 

@@ -33,6 +33,7 @@ from flexmod.runtime import private_torch as internals
 from flexmod.runtime.private_torch import NO_OVERRIDE, is_wrapped
 from flexmod.runtime.private_torch import dispatch_key_bits as _bits
 from flexmod.runtime.private_torch import dispatch_keys as _keys
+from flexmod.runtime.private_torch import recorded_by_torch as recorded_by_torch
 
 CLASSES = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
@@ -198,14 +199,6 @@ def has_no_values(tensor: Tensor) -> bool:
 def is_hidden(tensor: Tensor) -> bool:
     """Returns whether the host cannot read the tensor's values: it has none, or a transform wraps it."""
     return has_no_values(tensor) or is_wrapped(tensor)
-
-
-def recorded_by_torch() -> bool:
-    """Returns whether torch records operations in a graph (FakeTensorMode, make_fx, functionalization).
-
-    Such a graph would miss launches of kernels.
-    """
-    return internals.is_recording()
 
 
 @contextmanager
