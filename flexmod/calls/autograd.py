@@ -352,8 +352,7 @@ class Gradient(torch.autograd.Function):
         if tensor_kinds.is_batched(grad_out):
             raise errors.VmapError(name="the gradient of the output")
         with tensor_kinds.no_autocast(grad_out.device.type):
-            result: Tensors = call.backward(mask, needs, kept, (grad_out, *others))
-        return result
+            return call.backward(mask, needs, kept, (grad_out, *others))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -48,8 +48,7 @@ class Commands(click.Group):
             return None
         file, _ = COMMANDS[cmd_name]
         with lazy_imports():
-            command: click.Command = getattr(import_module(f"flexmod.tools.cli.{file}"), cmd_name)
-        return command
+            return getattr(import_module(f"flexmod.tools.cli.{file}"), cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
