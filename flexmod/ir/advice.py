@@ -187,13 +187,21 @@ def of_value(where: Where | None) -> str:
             text = _compared(node)
         elif _is_range(node) and not all(map(_is_number, node.args)):
             return FIXED_COUNT
-        elif isinstance(node, ast.Call):
-            text = _in_torch(node)
         else:
-            continue
+            text = _in_torch(node) if isinstance(node, ast.Call) else _chosen(node)
         if text is not None:
             return f"write {text}."
     return SYMBOLIC
+
+
+def _chosen(node: ast.AST) -> str | None:
+    """torch.where for `(no, yes)[condition]`; None for anything else."""
+    if not isinstance(node, ast.Subscript) or not _is_sequence(node.value) or not _is_truth(node.slice):
+        return None
+    entries = [ast.unparse(entry) for entry in node.value.elts]  # type: ignore[attr-defined]
+    if len(entries) != 2:
+        return None
+    return f"torch.where({ast.unparse(node.slice)}, {entries[1]}, {entries[0]})"
 
 
 def _in_torch(node: ast.Call) -> str | None:
@@ -321,7 +329,8 @@ def check_container(*kinds: type) -> None:
             continue
         name, found = ast.unparse(table), _found(frame, table)
         if isinstance(found, kinds) or _is_numpys(found):
-            advice = _of_container(name, found)
+            where_of_two = _chosen(node)
+            advice = f"write {where_of_two}" if where_of_two else _of_container(name, found)
             raise ForeignCaptureError(where=where, name=name, type=_kind(found), advice=advice)
 
 

@@ -810,6 +810,22 @@ def of_numpy(b, h, q, k):
     return array[q] >= k  # <-
 
 
+@row(
+    errors.ForeignCaptureError,
+    "(True, False) is a tuple: only a tensor can be indexed with a traced value.",
+    "write torch.where(k > q, False, True).",
+)
+def one_of_two_constants(b, h, q, k):
+    return (True, False)[k > q]  # <-
+
+
+@row(
+    errors.ConcreteValueError, value_of("index()")[0], "write torch.where(q > k, -s, s).", kind="score"
+)  # fmt: skip
+def one_of_two_scores(s, b, h, q, k):
+    return (s, -s)[q > k]  # <-
+
+
 @row(errors.ForeignCaptureError, *foreign("listed is a list", "torch.tensor(listed)"))
 def of_a_list(b, h, q, k):
     return listed[0] + listed[h] >= k  # <-
