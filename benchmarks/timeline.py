@@ -16,7 +16,7 @@ WATCHED = (
     ("flexmod.backends.families:Generated.forward", "plan"),
     ("flexmod.backends.families:Generated.backward", "plan"),
     ("flexmod.backends.families:Generated.backward_compiler", "plan ahead"),
-    ("flexmod.codegen.render:_finished", "tidy text"),
+    ("flexmod.codegen.render:_rendered", "write text"),
     ("flexmod.codegen.cache:load", "load text"),
     ("flexmod.block_mask.generated:compile_ahead", "mask's kernels"),
     ("flexmod.runtime.private_triton:start_compiler", "start Triton"),

@@ -20,9 +20,10 @@ class Table:
 
     `layout` as in `laid_out`. `ascending`: sorted along the last dimension, as the numbers of documents are.
     `values`: what all its elements are, call by call of a session, in place of what is random. `reach`: how
-    a mod gets at it, as a global, a closure, a default argument or a buffer (`module.name`). `on_cpu`: on the
-    CPU whatever the call's device is. `padding`: what the last element of the last dimension holds.
-    `pool`: what its elements are drawn from, in place of `low` to `high`.
+    a mod gets at it, as a global, a closure, a default argument or a buffer (`module.name`), or as Python's
+    number in a closure ("number"). `on_cpu`: on the CPU whatever the call's device is. `padding`: what the
+    last element of the last dimension holds. `pool`: what its elements are drawn from, in place of `low` to
+    `high`.
     """
 
     name: str
@@ -239,6 +240,7 @@ def mod_of(
     rows, columns = case.lengths
     space: dict[str, Any] = {"torch": functions, "F": torch.nn.functional, "M": rows, "N": columns}
     space |= dict(zip(names, dtypes, strict=True)) | dict(case.numbers) | tables
+    space |= {t.name: tables[t.name].item() for t in case.tables if t.reach == "number" and t.name in tables}
     space |= {"flexmod": flexmod, "module": _module(case, tables)}
     if not text.startswith("def "):  # an expression: a mod of the library
         return eval(text, space)
@@ -246,7 +248,7 @@ def mod_of(
     reached = {t.name: t.reach for t in case.tables if re.search(rf"\b{t.name}\b", text)}
     defaults = "".join(f", {name}={name}" for name, reach in reached.items() if reach == "default")
     text = text.replace("kv_idx):", f"kv_idx{defaults}):", 1)
-    closure = ", ".join(name for name, reach in reached.items() if reach == "closure")
+    closure = ", ".join(name for name, reach in reached.items() if reach in ("closure", "number"))
     if closure:
         inner = "".join(f"    {line}\n" for line in text.splitlines())
         text = f"def make({closure}):\n{inner}    return {name}\n{name} = make({closure})\n"

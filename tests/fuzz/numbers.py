@@ -1,12 +1,14 @@
-"""Numbers of a mod that are 0-d tensors on the CPU, and change between calls.
+"""Numbers of a mod that change between calls: 0-d tensors on the CPU, or Python's.
 
 A number stands first or second, in operators and in torch functions, beside traced values and beside plain
 tensors alone; a mod reaches it as a global, a closure, a default argument, a buffer, or as an element of a
-tensor. Each case is two or three calls: eager ones, or those of a handle.
+tensor. Each case is two or three calls: eager ones, or those of a handle. A handle keeps its mod, so only
+eager calls have numbers of Python's, in a closure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fuzz.case import Step, Table
@@ -44,6 +46,14 @@ WHOLES = (
     "{x} + r0[{i}.long() % 7]",
     "r0[({i}.long() + q_idx) % 7] + {x}", "{x} * r1[{i}.long() % 5, kv_idx % 3]",
 )  # fmt: skip
+# {p} is a number of Python's
+PYTHONS = (
+    "{x} * {p}", "{p} + {x}", "{p} - {x}", "{x} / (abs({p}) + 0.5)", "{p} / ({x}.abs() + 1)",
+    "({x}.abs() + 1) ** ({p} * 0.5)", "({x}.abs() + 1) ** {p} * 0.0625", "(abs({p}) + 0.5) ** ({x} * 0.125)",
+    "abs({p}) * 20 * torch.tanh({x} / (abs({p}) * 20))", "{x}.clamp(-abs({p}), abs({p}))",
+    "torch.where({x} > {p}, {x}, {p} * 0.5)", "{x} + {p} * (kv_idx - q_idx) * 0.01",
+    "torch.add({x}, {x}, alpha={p})", "torch.lerp({x}, -{x}, {p} * 0.25)",
+)  # fmt: skip
 TRUTHS = ("torch.where({t}, {x}, {x} * 0.5)", "{x}.masked_fill({t} & (kv_idx % 2 == 0), 0.5)",
           "torch.where({t} | (q_idx >= kv_idx), {x}, 0.25)")  # fmt: skip
 MASKS = (
@@ -61,11 +71,13 @@ VALUES = {
     "n": (0.5, 1.0, 2.0, -1.25, 3.0, 0.25, -0.75, 1.5),
     "i": (0, 1, 2, 3, 5, 8, 13, 40),
     "t": (0, 1),
+    "p": (0.5, 1, 2, -1.25, 3, 0.25, -0.75, 1.5),
 }
 DTYPES = {
     "n": ("float32", "float32", "float64", "float16", "bfloat16"),
     "i": ("int64", "int64", "int32", "int16", "uint8"),
     "t": ("bool",),
+    "p": ("float64",),
 }
 
 
@@ -80,7 +92,7 @@ class Drawing:
 
     def filled(self, form: str, x: str = "") -> str:
         """A form with numbers in it; one in three was there before."""
-        names = {letter: self.number(letter) for letter in "nit" if f"{{{letter}}}" in form}
+        names = {letter: self.number(letter) for letter in "nitp" if f"{{{letter}}}" in form}
         return form.format(x=x, **names)
 
     def number(self, letter: str) -> str:
@@ -98,9 +110,10 @@ class Drawing:
         if len(set(values)) == 1:  # they change
             others = [value for value in VALUES[letter] if value != values[0]]
             values = (*values[:-1], draw.one(others))
-        shape = (3,) if reach == "element" else ()
+        shape = (3,) if reach == "element" and letter != "p" else ()
         reach = draw.one(REACHES[:4]) if reach == "element" else reach
         reach = "global" if shape and reach == "buffer" else reach
+        reach = "number" if letter == "p" else reach
         learned = self.learns and letter == "n" and draw.flag()
         name = f"{letter}{len(self.tables)}"
         table = Table(name, shape, dtype, 0, 0, values=values, reach=reach, on_cpu=True, learned=learned)
@@ -114,7 +127,9 @@ def numbers(draw: Drawn, backend: str) -> Cases:
     which = draw.one(["score", "score", "mask", "both"])
     route = draw.one(["eager", "handle"])
     of_score, of_mask = Drawing(draw, True, calls, []), Drawing(draw, False, calls, [])
-    score = _score(draw, of_score) if which != "mask" else ""
+    texts = (SCORES, SCORES, SCORES, WHOLES, WHOLES, TRUTHS)
+    texts = (*texts, PYTHONS, PYTHONS) if route == "eager" else texts
+    score = _score(draw, of_score, texts) if which != "mask" else ""
     mask, reads = _mask(draw, of_mask) if which != "score" else ("", frozenset())
     tables = (*of_score.tables, *of_mask.tables)
     room = tuple(Table(n, shape, "float32", -24, 24) for n, shape in ROOM.items() if f"{n}[" in score)
@@ -130,14 +145,14 @@ def numbers(draw: Drawn, backend: str) -> Cases:
     )  # fmt: skip
 
 
-def _score(draw: Drawn, drawing: Drawing) -> str:
+def _score(draw: Drawn, drawing: Drawing, texts: Sequence[Sequence[str]]) -> str:
     score = Value("score", "float", 16.0, None, score=True)
     mod = Mod(Pool([*positions(), score]), "t")
     for _ in range(draw.whole(0, 2)):
         operation(draw, mod.pool, "score")
     x = draw.one([v for v in mod.pool.values if v.kind == "float" and v.score])
     for _ in range(draw.whole(1, 3)):
-        form = draw.one(draw.one([SCORES, SCORES, SCORES, WHOLES, WHOLES, TRUTHS]))
+        form = draw.one(draw.one(texts))
         x = mod.pool.add(drawing.filled(form, x.text), [x], kind="float", size=8.0, grain=None)
     return mod.pool.text("score_mod", SCORE, x)
 

@@ -154,6 +154,8 @@ class Session:
                 events.fill(self.tables[table.name], call.tables[table.name], number)
         if number and self.case.kind == "numbers":
             self.objects.pop("mask", None)  # it is of the numbers that there were
+            if any(table.reach == "number" for table in self.case.tables):
+                self.objects.pop("score_mod", None)
         return call
 
     def run(self, call: Call, step: Step) -> Iterator[Made]:
