@@ -163,7 +163,7 @@ def _multiplier(node: Node) -> float | None:
 
 
 def _number(const: Node) -> float:
-    return float(const.value)  # type: ignore[arg-type]
+    return float(const.value)
 
 
 def _function(node: Node) -> str:

@@ -312,7 +312,7 @@ def known_places(graph: Graph, numbers: Numbers, extents: Extents) -> Places:
 @lru_cache(GRAPHS)
 def _places_of(graph: Graph) -> tuple[int, ...]:
     """Returns the places of the numbers that the graph's parameters stand for."""
-    return tuple(n.value for n in graph.nodes if n.op == "param")  # type: ignore[misc]
+    return tuple(n.value for n in graph.nodes if n.op == "param")
 
 
 @lru_cache(GRAPHS)

@@ -126,7 +126,7 @@ class _TermWriter(TritonWriter):
 def _is_finite(node: Node) -> bool:
     """Is a float finite if its arguments are, overflow aside?"""
     if node.is_const:
-        return math.isfinite(node.value)  # type: ignore[arg-type]
+        return math.isfinite(node.value)
     return OPS[node.op].finite if node.op in OPS else True
 
 

@@ -128,7 +128,7 @@ class TritonWriter:
     def _describe(self, node: Node) -> str:
         suffix = HOISTED[home_of(node)][1]
         if node.op == "load":
-            return f"{self.captures[node.value]}_{suffix}"  # type: ignore[call-overload]
+            return f"{self.captures[node.value]}_{suffix}"
         return f"{node.op}_{suffix}"
 
     # writing
@@ -279,7 +279,7 @@ class TritonWriter:
         if not at.is_floating_point:
             return self.known[node]
         if node.is_const:
-            return float(node.value), float(node.value)  # type: ignore[arg-type]
+            return float(node.value), float(node.value)
         whole = node.args[0] if node.op == CAST else node
         dtype = strong(whole.dtype)
         if dtype.is_floating_point:
@@ -288,7 +288,7 @@ class TritonWriter:
         return (low, high) if dtype == torch.int64 or math.isfinite(high - low) else dtype_limits(dtype)
 
     def _load(self, function: Function, node: Node) -> str:
-        number: int = node.value  # type: ignore[assignment]
+        number: int = node.value
         capture = self.captures[number]
         spec = self.graph.captures[number]
         about = f"{dtype_name(spec.dtype)}, "
@@ -331,7 +331,7 @@ class TritonWriter:
 
         A negative index counts from the end.
         """
-        number: int = node.value  # type: ignore[assignment]
+        number: int = node.value
         capture, index = self.captures[number], node.args[dim]
         value = self.value(function, index)
         if self.graph.captures[number].by_distance:  # has an element for each index
@@ -359,7 +359,7 @@ class TritonWriter:
 
     def _check(self, function: Function, node: Node, dim: int, value: str) -> None:
         """Writes a statement that records an index of a load if it lies outside."""
-        number: int = node.value  # type: ignore[assignment]
+        number: int = node.value
         capture = self.graph.captures[number].name
         place = FOUND_HEAD + len(self.checks)
         self.checks.append(Check(capture, self.graph.mod_name, number, dim, node.where))

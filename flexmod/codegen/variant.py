@@ -181,7 +181,7 @@ def pair_tile(spec: KernelSpec, score: Graph | None, tensors: Sequence[torch.Ten
     """
     loads = [node for node in score.nodes if node.op == "load"] if score else []
     for node in filter(reads_pair, loads):
-        number: int = node.value  # type: ignore[assignment]
+        number: int = node.value
         once = sum(other.value == number for other in loads) == 1
         if once and _in_tiles(tensors[number]) and _has_room(spec, tensors[number].dtype):
             return number

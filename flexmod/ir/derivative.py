@@ -75,7 +75,7 @@ def differentiate_captures(graph: Graph, grad_captures: Sequence[int]) -> Captur
     by_score = reached[0] if reached else tracer.cast(0.0, torch.float32)
     terms = [node for load in loads for node in (grads[load]._node, *load.args)]
     numbers = tuple(load.value for load in loads)
-    return CaptureGrad(graph.of([by_score._node, *terms], "grad"), numbers)  # type: ignore[arg-type]
+    return CaptureGrad(graph.of([by_score._node, *terms], "grad"), numbers)
 
 
 def _active(graph: Graph, loads: Sequence[Node]) -> set[Node]:

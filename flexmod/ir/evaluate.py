@@ -240,7 +240,7 @@ def _loaded(graph: Graph, place: int, tensor: torch.Tensor, indices: Sequence[An
         for dim, (found_at, size) in enumerate(zip(map(_place, indices), tensor.shape, strict=True)):
             least, most = int(found_at.min()), int(found_at.max())
             if least < -size or most >= size:
-                name, mod = graph.captures[node.value].name, graph.mod_name  # type: ignore[call-overload]
+                name, mod = graph.captures[node.value].name, graph.mod_name
                 found = most if most >= size else least
                 raise CaptureBoundsError.of(name, mod, tensor.shape, dim, found, node.where) from None
         raise

@@ -107,8 +107,8 @@ def _number(node: Node, numbers: Mapping[int, int | float]) -> float:
     if node.op == CAST:
         return _number(node.args[0], numbers)
     if node.op == "param":
-        return float(numbers.get(node.value, math.nan))  # type: ignore[call-overload]
-    return float(node.value) if node.is_const else math.nan  # type: ignore[arg-type]
+        return float(numbers.get(node.value, math.nan))
+    return float(node.value) if node.is_const else math.nan
 
 
 # Rules that hold for all floats but nan.
@@ -224,7 +224,7 @@ class _ExponentRewriter:
         (rest,) = (a for a in node.args if a is not number)
         # a unit is never 0, since -inf / 0 is nan
         if number.is_const:
-            value = float(number.value)  # type: ignore[arg-type]
+            value = float(number.value)
             self.unit = self._number(max(abs(value), 1e-30))
             return self._scaled(_Factor(math.copysign(bool(value), value)), rest)
         if self.positive_scale and rest.is_input("score") and self.known[number][0] >= 0:
@@ -329,7 +329,7 @@ class _ExponentRewriter:
 
     def _by(self, factor: _Factor, node: Node, op: str = "mul") -> _Factor:
         if node.is_const:
-            number = float(node.value)  # type: ignore[arg-type]
+            number = float(node.value)
             return factor.times(number if op == "mul" else 1.0 / number)
         one = self._float(node)
         if op == "div":
@@ -389,7 +389,7 @@ class _ExponentRewriter:
         """The node times a factor."""
         number, parts = factor.number, list(factor.nodes)
         if node.is_const:
-            number *= float(node.value)  # type: ignore[arg-type]
+            number *= float(node.value)
         if number != 1.0 or (node.is_const and not parts):
             parts.append(self._number(number))
         if not node.is_const:
@@ -419,7 +419,7 @@ def _is_factor(factor: _Factor, node: Node, op: str = "mul") -> bool:
     """Does it depend on b and h only, and does the product of constant factors stay well within float32?"""
     if not node.is_const:
         return node.home <= UNIFORM
-    number = abs(float(node.value))  # type: ignore[arg-type]
+    number = abs(float(node.value))
     if number == 0 or number != number:
         return op == "mul"
     size = abs(factor.number) * number if op == "mul" else abs(factor.number) / number
@@ -439,7 +439,7 @@ def _step_of_kv(node: Node, steps: Sequence[int | None]) -> int | None:
     if node.is_input("kv_idx"):
         return 1
     if node.is_const:
-        value = float(node.value)  # type: ignore[arg-type]
+        value = float(node.value)
         return 0 if value.is_integer() and abs(value) <= EXACT else None  # others round in the sum
     if not strong(node.dtype).is_floating_point and "kv_idx" not in node.home:
         return 0
@@ -477,14 +477,14 @@ def node_bounds(graph: Graph) -> dict[Node, Bounds]:
     ranges = dict(graph.ranges)
     known: dict[Node, Bounds] = {}
     for node in graph.nodes:
-        found = ranges.get(node.value, UNKNOWN) if node.op == "param" else _bounds_of(node, known)  # type: ignore[call-overload]
+        found = ranges.get(node.value, UNKNOWN) if node.op == "param" else _bounds_of(node, known)
         known[node] = UNKNOWN if any(end != end for end in found) else found
     return known
 
 
 def _bounds_of(node: Node, known: dict[Node, Bounds]) -> Bounds:
     if node.is_const:
-        return float(node.value), float(node.value)  # type: ignore[arg-type]
+        return float(node.value), float(node.value)
     if node.dtype == torch.bool:
         return False, True
     row = OPS.get(node.op)

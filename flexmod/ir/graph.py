@@ -72,7 +72,7 @@ class Node(Immutable):
     op: str
     args: tuple[Node, ...]
     dtype: DType
-    value: object = None
+    value: Any = None  # an input's name, a number, a parameter's place, a captured tensor's number
     where: Where | None = None
     home: Home = frozenset()
 

@@ -155,9 +155,9 @@ def _bounds_of(
     exact: Set[Node],
 ) -> bounds.Bounds:
     if node.op == "input" and node.value in extents:
-        return 0, extents[node.value] - 1  # type: ignore[index]
+        return 0, extents[node.value] - 1
     if node.op in ("const", "param"):
-        value: Any = node.value if node.is_const else numbers.get(node.value, math.nan)  # type: ignore[call-overload]
+        value: Any = node.value if node.is_const else numbers.get(node.value, math.nan)
         if isinstance(value, tuple):
             return value
         return (value, value) if isinstance(value, (bool, int)) else bounds.UNKNOWN

@@ -40,9 +40,9 @@ def fold(graph: Graph) -> Graph:
             source, target = args[0], strong(node.dtype)
             # a Python number is rounded once, to the target; a tensor's value first to its own dtype
             at = target if isinstance(source.dtype, type) else source.dtype
-            rounded = number(source.value, at).to(target)  # type: ignore[arg-type]
+            rounded = number(source.value, at).to(target)
             keeps = at == target == torch.float32 and bool(rounded.isfinite())  # see `fold` of the table
-            value = float(source.value) if keeps else rounded.item()  # type: ignore[arg-type]
+            value = float(source.value) if keeps else rounded.item()
         elif node.op in OPS:
             value = fold_values(node.op, [a.dtype for a in args], node.dtype, [a.value for a in args])
         else:
@@ -166,7 +166,7 @@ def _divide_by_number(builder: GraphBuilder, node: Node, args: tuple[Node, ...])
     """
     if not args[1].is_const or node.dtype != torch.float32:
         return None
-    value = float(args[1].value)  # type: ignore[arg-type]
+    value = float(args[1].value)
     if (is_power_of_two(value) or "score" in args[0].home) and is_ordinary(value):
         return builder.node("mul", (args[0], builder.const(1.0 / value)), node.dtype, None, node.where)
     return None
@@ -195,7 +195,7 @@ def _log_of_next(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> N
 def _is_whole(node: Node, depth: int = 6) -> bool:
     """Is a value a whole number or no finite one? True for integers, and sums of integers in floats."""
     if not strong(node.dtype).is_floating_point or node.is_const:
-        return not node.is_const or float(node.value).is_integer()  # type: ignore[arg-type]
+        return not node.is_const or float(node.value).is_integer()
     return depth > 0 and node.op in (*AS_FLOATS, CAST) and all(_is_whole(a, depth - 1) for a in node.args)
 
 
@@ -267,7 +267,7 @@ def as_float(builder: GraphBuilder, node: Node) -> Node:
     if node.dtype == torch.float32:
         return node
     if node.is_const:
-        return builder.const(float(node.value), torch.float32, node.where)  # type: ignore[arg-type]
+        return builder.const(float(node.value), torch.float32, node.where)
     return builder.node(CAST, (node,), torch.float32, None, node.where)
 
 
@@ -318,7 +318,7 @@ def widen(graph: Graph, dtypes: Mapping[Node, torch.dtype] | None = None) -> Gra
 
     def change(builder: GraphBuilder, node: Node, args: tuple[Node, ...]) -> Node | None:
         if node.op == "input" and node.dtype == torch.int32:
-            return builder.input(node.value, torch.int64)  # type: ignore[arg-type]
+            return builder.input(node.value, torch.int64)
         if node.op in OPS and not strong(node.dtype).is_floating_point:
             follows = OPS[node.op].dtype(*(a.dtype for a in args))
             wide = builder.node(node.op, args, follows, node.value, node.where)

@@ -302,7 +302,7 @@ class Tracer:
             if node.op == "input":
                 return inputs[str(node.value)]._node
             if node.op == "load":
-                number: int = node.value  # type: ignore[assignment]
+                number: int = node.value
                 self._given_names[id(tensors[number])] = graph.captures[number].name
                 return builder.node("load", args, node.dtype, self.capture(tensors[number]), node.where)
             return node if node.is_const else None  # stays unshared, see `GraphBuilder.fresh_const`
@@ -401,17 +401,17 @@ class Tracer:
             )  # fmt: skip
         for node in nodes if row.name in CONVERTING else ():
             self.check_fits(name, node, dtype)
-        if row.name == "pow" and nodes[1].dtype is int and nodes[1].value < 0 and not dtype.is_floating_point:  # type: ignore[operator]
+        if row.name == "pow" and nodes[1].dtype is int and nodes[1].value < 0 and not dtype.is_floating_point:
             raise errors.OperationArgumentError(
                 operation=name, problem=f"integers and the negative exponent {nodes[1].value}",
-                where=user_line(), advice=f"use a floating-point exponent, {float(nodes[1].value)}.",  # type: ignore[arg-type]
+                where=user_line(), advice=f"use a floating-point exponent, {float(nodes[1].value)}.",
             )  # fmt: skip
         return Proxy(self, self._add(row.name, nodes, dtype))
 
     def _of_default(self, number: Node, default: torch.dtype) -> Node:
         """A Python float in the default dtype: a constant, or a parameter of a graph to differentiate."""
         if number.is_const:
-            return GraphBuilder.fresh_const(number.value, default, number.where)  # type: ignore[arg-type]
+            return GraphBuilder.fresh_const(number.value, default, number.where)
         return self._add(CAST, (number,), default)
 
     def check_fits(self, operation: str, node: Node, dtype: torch.dtype) -> None:

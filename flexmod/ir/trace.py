@@ -203,5 +203,5 @@ def _check_gradient(tracer: Tracer, result: Node) -> None:
 
 def _takes_gradient(tracer: Tracer, node: Node) -> bool:
     if node.op == "load":
-        return tracer.tensors[node.value].requires_grad  # type: ignore[call-overload]
+        return tracer.tensors[node.value].requires_grad
     return node.value == "score"

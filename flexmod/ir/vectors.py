@@ -87,7 +87,7 @@ class CaptureView(TracedValue):
         dtype = promote(node.dtype)
         if dtype.is_floating_point or dtype == torch.bool:
             raise errors.IndexDtypeError(name=self._name, dtype=dtype_name(dtype), where=user_line())
-        if node.is_const and not -size <= node.value < size:  # type: ignore[operator]
+        if node.is_const and not -size <= node.value < size:
             self._refuse(f"with {node.value}", f"use an index from {-size} to {size - 1}.")
         return node
 

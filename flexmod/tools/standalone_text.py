@@ -266,7 +266,7 @@ class _TorchWriter:
 
     def _expression(self, node: Node) -> str:
         if node.op == "load":
-            capture = self.captures[node.value]  # type: ignore[call-overload]
+            capture = self.captures[node.value]
             indices = [self._value(a) for a in node.args]
             return f"{capture}[{', '.join(indices)}]" if indices else capture
         if node.op == CAST:
