@@ -219,7 +219,8 @@ class _ExponentRewriter:
     def _in_units(self, node: Node) -> Node:
         """The node without its last factor, whose absolute value is the unit. The sign stays."""
         number = next((a for a in node.args if a.home <= UNIFORM), None)
-        if node.op != "mul" or number is None or "score" not in node.home or node.dtype != torch.float32:
+        of_score = node.op == "mul" and "score" in node.home and node.dtype == torch.float32
+        if not of_score or number is None or (number.is_const and not math.isfinite(number.value)):
             return self._scaled(_Factor(1.0), node)
         (rest,) = (a for a in node.args if a is not number)
         # a unit is never 0, since -inf / 0 is nan

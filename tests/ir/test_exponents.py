@@ -59,6 +59,7 @@ MODS: dict[str, tuple[Callable[..., Any], int, str]] = {
     "-inf": (lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf), 3, ""),
     "-1e9": (lambda s, b, h, q, k: torch.where(q >= k, s, -1e9), 3, ""),
     "+1e9": (lambda s, b, h, q, k: s + 1e9, 2, ""),
+    "infinite factor": (lambda s, b, h, q, k: -(s.abs() + 1) * math.inf, 5, ""),
     "no score": (lambda s, b, h, q, k: q * 1.5, 0, ""),
     "a number": (lambda s, b, h, q, k: 0.5, 0, "base 2"),
 }
