@@ -59,7 +59,7 @@ class Timeline:
         self._of_thread = threading.local()
 
     def watch(self) -> None:
-        """Wraps the functions, those that this version of Triton has."""
+        """Wraps the functions that this version of Triton has."""
         for place, what in WATCHED:
             owner, name, plain = find(place)
             if plain is not None:

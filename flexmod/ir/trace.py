@@ -107,7 +107,7 @@ def _translated_errors() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
-        text = str(error).splitlines()[0] if str(error) else ""
+        text = str(error).partition("\n")[0]
         wrong = WRONG_ARGUMENTS.match(text)
         if isinstance(error, errors.FlexmodError) or not (wrong or TRACED_CLASS.search(str(error))):
             raise

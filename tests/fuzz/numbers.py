@@ -1,9 +1,9 @@
 """Numbers of a mod that change between calls: 0-d tensors on the CPU, or Python's.
 
 A number stands first or second, in operators and in torch functions, beside traced values and beside plain
-tensors alone; a mod reaches it as a global, a closure, a default argument, a buffer, or as an element of a
-tensor. Each case is two or three calls: eager ones, or those of a handle. A handle keeps its mod, so only
-eager calls have numbers of Python's, in a closure.
+tensors alone. A mod reaches it as a global, a closure, a default argument, a buffer, or as an element of a
+tensor. Each case is two or three calls, eager or of a handle. A handle keeps its mod, so only eager calls
+have numbers of Python's, in a closure.
 """
 
 from __future__ import annotations

@@ -36,11 +36,7 @@ def divide(a, b):
 
 @triton.jit
 def log(x):
-    if x.dtype == tl.float64:
-        result = tl.log(x)
-    else:
-        result = 0.6931471805599453 * log2(x)
-    return result
+    return 0.6931471805599453 * log2(x)
 
 
 @triton.jit
