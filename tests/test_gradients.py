@@ -158,14 +158,13 @@ def test_kernels_read_q_k_v_where_they_lie(arguments: dict[str, dict[str, Any]],
     k, v = (by_position(1, 2, 33).to(dtype).requires_grad_() for _ in range(2))
     out = flex_attention(q, k, v, enable_gqa=True, kernel_options=INTERPRET)
     out.sum().backward()
-    # dkdv_kernel makes dQ too in a short call in a half type
-    beside = {"delta_kernel", "dq_kernel"} if dtype == torch.float32 else {"statistics_kernel"}
+    # dkdv_kernel makes dQ and delta too in a short call in a half type
+    beside = {"delta_kernel", "dq_kernel"} if dtype == torch.float32 else set()
     assert set(arguments) == {"forward_kernel", "dkdv_kernel", *beside}
     for name, given in arguments.items():
         for argument, tensor in (("Q", q), ("K", k), ("V", v)):
-            if name != "statistics_kernel":
-                assert given[argument].data_ptr() == tensor.data_ptr(), (name, argument)
-                assert given[argument].stride() == tensor.stride()
+            assert given[argument].data_ptr() == tensor.data_ptr(), (name, argument)
+            assert given[argument].stride() == tensor.stride()
         if name != "forward_kernel":
             assert set(given["GRAD_OUT"].stride()) == {0}, "the gradient of a sum is one number"
     grad_k, grad_v = (arguments["dkdv_kernel"][name] for name in ("GRAD_K", "GRAD_V"))

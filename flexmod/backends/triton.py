@@ -173,22 +173,25 @@ def backward(
     """
     batch, heads, length, keys = call.extents
     captures, lse, spec = kernels.captures, incoming.lse, kernels.spec
-    delta = writer.like("delta", lse)
+    by_key = needs[1] or needs[2] or captures.column
+    # in a short call the kernel for dK and dV can make dQ, if its tile has all keys, and delta for itself
+    can_make_q = spec.short and not (captures.row or spec.mask_block)
+    with_q = can_make_q and by_key and tiles["dkdv"].block_n >= spec.short
+    alone = with_q and spec.makes_delta and not (captures.diagonal or captures.element)
+    delta = None if alone else writer.like("delta", lse)
     by_lse = kernels.small_scores and not spec.exact
     weights: dict[str, Place] = (
-        {"LSE2": writer.like("lse2", lse)} if by_lse else dict(zip(kernels.kept, incoming.kept, strict=True))
+        {"LSE2": lse if delta is None else writer.like("lse2", lse)}
+        if by_lse
+        else dict(zip(kernels.kept, incoming.kept, strict=True))
     )
     grad_q = grad_k = grad_v = None
     sums: Sums = {}
     shared = _of_backward(call, incoming.grad_out, {**weights, "DELTA": delta})
     launches = _Launches(writer, kernels, call, tiles, shared)
-    by_key = needs[1] or needs[2] or captures.column
-    # in a short call the kernel for dK and dV can make dQ, if its tile has all keys
-    can_make_q = spec.short and not (captures.row or spec.mask_block)
-    with_q = can_make_q and by_key and needs[0] and tiles["dkdv"].block_n >= spec.short
     if spec.exact:
         launches.by_row("delta", grad_lse_arguments(incoming.grad_lse))
-    else:
+    elif delta is not None:
         programs, given = statistics_arguments(spec, incoming, delta, length, weights if by_lse else {})
         writer.launch(kernels, "statistics", programs, given)
     if needs[0] or captures.row:
@@ -207,6 +210,7 @@ def backward(
             **strided("GRAD_K", "dk", "n", grad_k),
             **strided("GRAD_V", "dv", "n", grad_v),
             **(strided("GRAD_Q", "dq", "m", grad_q if with_q else None) if can_make_q else {}),
+            **(grad_lse_arguments(incoming.grad_lse if alone else None) if can_make_q else {}),
             **columns,
             **({"BATCHES": batch // shared_batch} if spec.shared_kv else {}),
         }
@@ -234,7 +238,7 @@ def sums_beside(
     return rows | launches.apart()
 
 
-def _of_backward(call: Operands, grad_out: Place, statistics: Mapping[str, Place]) -> Arguments:
+def _of_backward(call: Operands, grad_out: Place, statistics: Mapping[str, Place | None]) -> Arguments:
     """Returns the arguments that all kernels of a backward have."""
     return {
         **strided("Q", "q", "m", call.q),

@@ -86,6 +86,11 @@ class KernelSpec:
     decoding: Decoding | None = None
 
     @property
+    def makes_delta(self) -> bool:
+        """May the kernel of dK and dV make delta? For more positions a kernel of its own takes less time."""
+        return 0 < self.short <= 64 and self.mask_block is None
+
+    @property
     def split(self) -> bool:
         """Do several programs share the keys of a tile of queries?"""
         return self.decoding is not None and self.decoding.split

@@ -393,34 +393,46 @@ def after_the_last(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score / (kv_idx - 50.0)
 
 
+def nothing_for_some(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Rows without a key, whose lse is -inf."""
+    return score + torch.log(q_idx % 3)
+
+
 SLOPES = torch.tensor([0.5, 2.0], requires_grad=True)
+TABLE = torch.linspace(-1, 1, 256).view(2, 128).requires_grad_()
+ALL = "dq statistics"
 
 
 @pytest.mark.parametrize(
-    ("lengths", "dims", "key_heads", "score_mod", "learned", "options", "makes_q"),
+    ("lengths", "dims", "key_heads", "score_mod", "learned", "options", "spared"),
     [
-        pytest.param((64, 64), (64, 64), 2, None, [], {}, True, marks=pytest.mark.long),
-        ((37, 50), (24, 40), 2, after_the_last, [], {}, True),
-        ((1, 64), (16, 16), 1, None, [], {}, True),
+        pytest.param((64, 64), (64, 64), 2, None, [], {}, ALL, marks=pytest.mark.long),
+        ((37, 50), (24, 40), 2, after_the_last, [], {}, ALL),
+        ((1, 64), (16, 16), 1, None, [], {}, ALL),
+        ((30, 20), (32, 32), 2, nothing_for_some, [], {}, ALL),
         pytest.param(
-            (64, 49), (128, 128), 1, lambda s, b, h, q, k: s + SLOPES.detach()[h] * (k - q), [], {}, True,
+            (64, 49), (128, 128), 1, lambda s, b, h, q, k: s + SLOPES.detach()[h] * (k - q), [], {}, ALL,
             marks=pytest.mark.long,
         ),
-        ((49, 64), (64, 64), 2, lambda s, b, h, q, k: s * SLOPES[k % 2], [SLOPES], {}, True),
-        ((49, 64), (64, 64), 2, lambda s, b, h, q, k: s * SLOPES[q % 2], [SLOPES], {}, False),
-        ((64, 64), (64, 64), 2, None, [], {"bwd_BLOCK_N1": 32}, False),
-        pytest.param((100, 128), (64, 64), 2, None, [], {}, True, marks=pytest.mark.long),
-        ((20, 31), (32, 32), 2, lambda s, b, h, q, k: s * SLOPES[k % 2], [SLOPES], {}, True),
-        ((16, 7), (64, 128), 1, None, [], {}, True),
+        ((49, 64), (64, 64), 2, lambda s, b, h, q, k: s * SLOPES[k % 2], [SLOPES], {}, ALL),
+        ((49, 64), (64, 64), 2, lambda s, b, h, q, k: s * SLOPES[q % 2], [SLOPES], {}, ""),
+        ((64, 64), (64, 64), 2, None, [], {"bwd_BLOCK_N1": 32}, ""),
+        pytest.param((100, 128), (64, 64), 2, None, [], {}, "dq", marks=pytest.mark.long),
+        ((20, 31), (32, 32), 2, lambda s, b, h, q, k: s * SLOPES[k % 2], [SLOPES], {}, ALL),
+        ((16, 7), (64, 128), 1, None, [], {}, ALL),
+        ((40, 50), (32, 32), 1, lambda s, b, h, q, k: s + TABLE[h, q - k + 64], [TABLE], {}, "dq"),
     ],
 )
 def test_short_backwards(
     lengths: tuple[int, int], dims: tuple[int, int], key_heads: int, score_mod: Any, learned: list[Tensor],
-    options: dict[str, Any], makes_q: bool, monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], spared: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """If a tile has all keys, the kernel for dK and dV makes dQ too."""
+    """If a tile has all keys, the kernel for dK and dV makes dQ too; if no other one reads it, delta too.
+
+    `spared` are the kernels that the backward does without.
+    """
     inputs = random(*lengths, *dims, heads=(2, key_heads), batch=(2, 2), dtype=BFLOAT)
-    grad_out = torch.randn(2, 2, lengths[0], dims[1])
+    grad_out, grad_lse = torch.randn(2, 2, lengths[0], dims[1]), torch.randn(2, 2, lengths[0])
     launched: list[str] = []
     launch = PlanWriter.launch
 
@@ -432,10 +444,12 @@ def test_short_backwards(
     found = []
     for backend, dtype in (("INTERPRET", BFLOAT), ("REFERENCE", torch.float64)):
         given = [x.to(dtype).requires_grad_() for x in inputs]
-        out: Any = flex_attention(
-            *given, score_mod, enable_gqa=key_heads == 1, kernel_options={"BACKEND": backend, **options}
-        )
-        found.append((out, *torch.autograd.grad(out, [*given, *learned], grad_out.to(dtype))))
-    assert ("dq" not in launched) == makes_q
+        out, lse = flex_attention(
+            *given, score_mod, enable_gqa=key_heads == 1, return_lse=True,
+            kernel_options={"BACKEND": backend, **options},
+        )  # fmt: skip
+        grads = grad_out.to(out.dtype), grad_lse.to(lse.dtype)
+        found.append((out, *torch.autograd.grad((out, lse), [*given, *learned], grads)))
+    assert {"dq", "statistics"} - set(launched) == set(spared.split())
     for ours, exact in zip(*found, strict=True):
         close(ours, exact.double(), TOLERANCE[BFLOAT])

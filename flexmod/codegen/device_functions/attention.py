@@ -126,6 +126,21 @@ def within(inside, DIMS: tl.constexpr, TILE: tl.constexpr):
     return inside
 
 
+@triton.jit
+def delta_of(total, statistic, GRAD_LSE, stride_lb, stride_lh, stride_lm, batch, head, rows, M):
+    """delta of `rows`, whose rowsum is `total`: less the gradient of the lse; 0 where `statistic` is +inf."""
+    if GRAD_LSE is not None:
+        base = tl.cast(batch, tl.int64) * stride_lb + tl.cast(head, tl.int64) * stride_lh
+        total -= tl.load(GRAD_LSE + base + tl.cast(rows, tl.int64) * stride_lm, mask=rows < M, other=0.0)
+    return tl.where(statistic == float("inf"), 0.0, total)
+
+
+@triton.jit
+def in_base_2(lse):
+    """The weights' lse in base 2, of natural ones: +inf for a dead row."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
 @triton.jit(do_not_specialize=["HQ", "M", "PITCH"])
 def statistics_kernel(
     OUT, stride_ob, stride_oh, stride_om, stride_od,  # [B, HQ, M, DV]
@@ -169,11 +184,9 @@ def statistics_kernel(
     heads_before = tl.cast(batch, tl.int64) * HQ + head
     lse2 = tl.load(LSE + heads_before * M + rows, mask=in_m, other=float("-inf")) * LOG2E
     dead = lse2 == float("-inf")
-    if GRAD_LSE is not None:
-        base = tl.cast(batch, tl.int64) * stride_lb + tl.cast(head, tl.int64) * stride_lh
-        delta -= tl.load(GRAD_LSE + base + tl.cast(rows, tl.int64) * stride_lm, mask=in_m, other=0.0)
+    delta = delta_of(delta, -lse2, GRAD_LSE, stride_lb, stride_lh, stride_lm, batch, head, rows, M)
     statistics = heads_before * PITCH + rows
-    tl.store(DELTA + statistics, tl.where(dead, 0.0, delta), mask=rows < PITCH)
+    tl.store(DELTA + statistics, delta, mask=rows < PITCH)
     if LSE2 is not None:
         if LARGE is not None:
             large = (tl.abs(lse2) > FROM) & (lse2 > float("-inf"))
