@@ -234,6 +234,9 @@ SETS: dict[str, list[Row]] = {
         Row("S128 D64", noop, batch=1024, heads=4, kv_heads=4, length=128, head_dim=64, value_dim=64),
         Row("S256 D64", noop, batch=512, heads=4, kv_heads=4, length=256, head_dim=64, value_dim=64),
         Row("S256 D32 pairs", pairs, batch=256, heads=4, kv_heads=4, length=256, head_dim=32, value_dim=32),
+        Row("S49 D32 pairs", pairs, batch=2048, heads=4, kv_heads=4, length=49, head_dim=32, value_dim=32),
+        Row("S197 D64 pairs", pairs, batch=128, heads=12, kv_heads=12, length=197, head_dim=64, value_dim=64),
+        Row("S1025 D64 pairs", pairs, batch=16, length=1025, head_dim=64, value_dim=64),
         Row("D32 causal", causal, length=4096, head_dim=32, value_dim=32),
     ],
     "memory": [

@@ -32,8 +32,8 @@ from flexmod.codegen.by_distance import with_tables
 from flexmod.codegen.compiler import compile_mod
 from flexmod.codegen.device_functions import Family as Chips
 from flexmod.codegen.kernels import IndexWatch, Kernels, Made
-from flexmod.codegen.spec import Direction, option, template
-from flexmod.codegen.variant import Variant
+from flexmod.codegen.spec import Direction, KernelSpec, option, template
+from flexmod.codegen.variant import Variant, aligned_like, copied_pairs, with_copy
 from flexmod.errors import TemplateError
 from flexmod.runtime import config, launch, side_by_side, tuned
 from flexmod.runtime.bound import Bound
@@ -253,11 +253,15 @@ class Generated:
         spec = triton.kernel_spec(q, k, v, problem, backward=backward, few=few)
         grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
         lowered = (score.lowered if score else None, mask.lowered if mask else None)
-        tensors_of_score = problem.score.tensors if problem.score else ()
-        variant = Variant(spec, *lowered, tensors_of_score, learned=grad_captures, options=problem.options)
+        of_score = list(problem.score.tensors) if problem.score else []
+        read_by = extents if not _is_alone(spec, options) else (1, *extents[1:])
+        copied = copied_pairs(spec, score.lowered, of_score, read_by) if score else None
+        if copied is not None:
+            of_score[copied] = aligned_like(of_score[copied])
+        variant = Variant(spec, *lowered, tuple(of_score), learned=grad_captures, options=problem.options)
         numbers = (score.numbers if score else (), mask.numbers if mask else ())
         call = operands(q, k, v, problem, *numbers)
-        compiled = PlannedCall(variant, call, tuple(tensors), self.interpreted, **asked)
+        compiled = PlannedCall(variant, call, tuple(tensors), self.interpreted, copied=copied, **asked)
         if option(options, spec.direction, "tuned", False):
             self._tune(problem, [compiled.kernels(family) for family in families()], q.device)
         return compiled
@@ -282,7 +286,7 @@ class PlannedCall:
 
     The tensors may be stand-ins. `want_max`, `keep` and `needs`: see `arguments.py`. `kept`: the number of
     tensors that the forward kept. `captured` False: the plan ends with the sums for gradients of captured
-    tensors.
+    tensors. `copied`: see `copied_pairs`.
     """
 
     variant: Variant
@@ -294,6 +298,7 @@ class PlannedCall:
     needs: tuple[bool, bool, bool] = (True, True, True)
     kept: int = 0
     captured: bool = True
+    copied: int | None = None
 
     @property
     def direction(self) -> Direction:
@@ -339,6 +344,8 @@ class PlannedCall:
             score, mask = (x._replace(watch=watch) for x in (call.score_captured, call.mask_captured))
             call = replace(call, score_captured=score, mask_captured=mask)
         given = call
+        if self.copied is not None:
+            call = replace(call, score_captured=with_copy(writer, call.score_captured, self.copied))
         if made.portable.by_distance is not None:
             tables = with_tables(writer, made.portable, call.score_captured, call.extents)
             call = replace(call, score_captured=tables)
@@ -416,6 +423,12 @@ class FirstRungs(dict[str, Any]):
     def later(self) -> frozenset[tuple[str, Any]]:
         """Returns the chosen rungs that are not the first; plans with the same ones are the same."""
         return frozenset((name, rung) for name, rung in self.items() if rung != self.made.ladder(name)[0])
+
+
+def _is_alone(spec: KernelSpec, options: Mapping[str, Any]) -> bool:
+    """Must each batch entry have the bits that it has alone?"""
+    asked = option(options, spec.direction, "deterministic", False)
+    return bool(asked or spec.backward and torch.are_deterministic_algorithms_enabled())
 
 
 def _query_key_value(tensors: Tensors, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
