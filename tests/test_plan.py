@@ -23,7 +23,6 @@ from flexmod.codegen.variant import variant
 from flexmod.ir.trace import trace
 from flexmod.runtime.launch import rung_arguments
 from flexmod.runtime.plan import (
-    Call,
     Launch,
     Place,
     Plan,
@@ -267,62 +266,3 @@ def declared_dtypes(launch: Launch) -> dict[str, torch.dtype]:
         if (dtype := DTYPE.search(comment))
         for name in re.findall(r"\b[A-Z]\w*", parameters)
     }
-
-
-def pairs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A bias for each pair of positions, of a length that no other bias has."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
-
-
-def aligned(bias: Tensor) -> Tensor:
-    """The same numbers, in rows that begin at multiples of 16 elements."""
-    return torch.nn.functional.pad(bias.detach(), (0, -bias.shape[-1] % 16))[..., : bias.shape[-1]]
-
-
-# Portable kernels, which serve short calls, know of multiples of 16 elements alone: "rows of 8".
-COPIED: Mapping[str, tuple[Tensor, dict[str, Any], bool]] = {
-    "odd rows": (pairs(2, 70, 71), {}, True),
-    "rows of 8": (pairs(2, 70, 72), {"lengths": (70, 72)}, True),
-    "odd start": (pairs(2, 70, 81)[..., 1:72], {}, True),
-    "across": (pairs(2, 71, 70).mT, {}, True),
-    "of all heads": (pairs(70, 71), {"batch": 2}, True),
-    "expanded": (pairs(70, 71).expand(2, 70, 71), {}, True),
-    "aligned": (aligned(pairs(2, 70, 71)), {}, False),
-    "small batch": (pairs(2, 70, 71), {"batch": 3}, False),
-    "larger than the call": (pairs(2, 300, 301), {}, False),
-    "of each entry": (pairs(4, 2, 70, 71), {}, False),
-    "deterministic": (pairs(2, 70, 71), {"deterministic": True}, False),
-    "few positions": (pairs(2, 64, 63), {"lengths": (64, 63)}, False),
-    "integers": (pairs(2, 70, 71).to(torch.int32), {}, False),
-    "of float32 calls": (pairs(2, 70, 71), {"dtype": torch.float32}, False),
-}
-
-
-@pytest.mark.parametrize("name", COPIED)
-def test_a_bias_is_copied_to_aligned_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bias, facts, copied = COPIED[name]
-    lengths, dtype = facts.get("lengths", (70, 71)), facts.get("dtype", torch.bfloat16)
-    plans: list[Plan] = []
-    made = families.Bound
-    monkeypatch.setattr(families, "Bound", lambda plan, *rest: plans.append(plan) or made(plan, *rest))
-    options = {"BACKEND": "INTERPRET", "deterministic": facts.get("deterministic", False)}
-    shape = facts.get("batch", 4), 2
-    inputs = [
-        torch.randn(*shape, lengths[of > 0], 16, dtype=dtype, requires_grad=True) for of in range(3)
-    ]
-
-    def results(bias: Tensor) -> list[Tensor]:
-        learned = bias.detach().requires_grad_(bias.is_floating_point())
-
-        def add(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-            return score + learned[(*(b, h)[4 - learned.dim() :], q_idx, kv_idx)]
-
-        out: Any = flex_attention(*inputs, add, kernel_options=options)
-        return [out, *torch.autograd.grad(out.sum(), inputs + [learned] * learned.requires_grad)]
-
-    found = results(bias)
-    calls = [str(step).split()[1] for plan in plans for step in plan.steps if isinstance(step, Call)]
-    assert (calls.count("in_aligned_rows") == 2) == copied == ("in_aligned_rows" in calls)
-    if copied:  # or the tiles may differ
-        for ours, expected in zip(found, results(aligned(bias)), strict=True):
-            assert torch.equal(ours, expected)

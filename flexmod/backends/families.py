@@ -24,6 +24,7 @@ from flexmod.backends import decoding, triton
 from flexmod.backends import options as kernel_options
 from flexmod.backends.arguments import BackwardInputs, Operands, Problem, incoming, operands
 from flexmod.backends.captured import write_gradients
+from flexmod.backends.copies import CopiedOperands, copied_bias, copies_of_heads
 from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.triton import Found, PortableFamily, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
@@ -33,7 +34,7 @@ from flexmod.codegen.compiler import compile_mod
 from flexmod.codegen.device_functions import Family as Chips
 from flexmod.codegen.kernels import IndexWatch, Kernels, Made
 from flexmod.codegen.spec import Direction, KernelSpec, option, template
-from flexmod.codegen.variant import Variant, aligned_like, copied_pairs, with_copy
+from flexmod.codegen.variant import Variant
 from flexmod.errors import TemplateError
 from flexmod.runtime import config, launch, side_by_side, tuned
 from flexmod.runtime.bound import Bound
@@ -253,15 +254,19 @@ class Generated:
         spec = triton.kernel_spec(q, k, v, problem, backward=backward, few=few)
         grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
         lowered = (score.lowered if score else None, mask.lowered if mask else None)
-        of_score = list(problem.score.tensors) if problem.score else []
-        read_by = extents if not _is_alone(spec, options) else (1, *extents[1:])
-        copied = copied_pairs(spec, score.lowered, of_score, read_by) if score else None
-        if copied is not None:
-            of_score[copied] = aligned_like(of_score[copied])
-        variant = Variant(spec, *lowered, tuple(of_score), learned=grad_captures, options=problem.options)
+        of_score = problem.score.tensors if problem.score else ()
+        # entries of the batch, if their number may change the bits
+        alone = _is_alone(spec, options)
+        entries, of_keys = (1, 1) if alone else (q.shape[0], k.shape[0])
+        copies = CopiedOperands(
+            copied_bias(spec, score.lowered, of_score, (entries, *extents[1:])) if score else None,
+            copies_of_heads(q, k, of_keys, call_arguments.processors(q.device)) if backward else 1,
+        )
+        of_score = copies.in_place(of_score)
+        variant = Variant(spec, *lowered, of_score, learned=grad_captures, options=problem.options)
         numbers = (score.numbers if score else (), mask.numbers if mask else ())
         call = operands(q, k, v, problem, *numbers)
-        compiled = PlannedCall(variant, call, tuple(tensors), self.interpreted, copied=copied, **asked)
+        compiled = PlannedCall(variant, call, tuple(tensors), self.interpreted, copies=copies, **asked)
         if option(options, spec.direction, "tuned", False):
             self._tune(problem, [compiled.kernels(family) for family in families()], q.device)
         return compiled
@@ -286,7 +291,7 @@ class PlannedCall:
 
     The tensors may be stand-ins. `want_max`, `keep` and `needs`: see `arguments.py`. `kept`: the number of
     tensors that the forward kept. `captured` False: the plan ends with the sums for gradients of captured
-    tensors. `copied`: see `copied_pairs`.
+    tensors.
     """
 
     variant: Variant
@@ -298,7 +303,7 @@ class PlannedCall:
     needs: tuple[bool, bool, bool] = (True, True, True)
     kept: int = 0
     captured: bool = True
-    copied: int | None = None
+    copies: CopiedOperands = CopiedOperands()
 
     @property
     def direction(self) -> Direction:
@@ -344,8 +349,7 @@ class PlannedCall:
             score, mask = (x._replace(watch=watch) for x in (call.score_captured, call.mask_captured))
             call = replace(call, score_captured=score, mask_captured=mask)
         given = call
-        if self.copied is not None:
-            call = replace(call, score_captured=with_copy(writer, call.score_captured, self.copied))
+        call = self.copies.begin(writer, call)
         if made.portable.by_distance is not None:
             tables = with_tables(writer, made.portable, call.score_captured, call.extents)
             call = replace(call, score_captured=tables)
@@ -355,7 +359,7 @@ class PlannedCall:
         else:
             grad_out: Any = self.tensors[0]
             of_call = self.incoming, self.needs, rungs, self.qkv[1], grad_out
-            found = family.backward(writer, made, call, *of_call)
+            found = self.copies.end(writer, given, family.backward(writer, made, call, *of_call))
             results = (*found[:3], *(place for sums in found.sums.values() for place in sums))
             if self.captured and variant.learned:
                 learned = write_gradients(writer, given, found.sums, variant, family.reduce_in_backward)

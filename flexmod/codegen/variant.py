@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from flexmod.codegen.compiler import Lowered, kernels_for, lower
 from flexmod.codegen.device_functions import Family
 from flexmod.codegen.expressions import reads_pair
-from flexmod.codegen.kernels import Captured, Kernels
+from flexmod.codegen.kernels import Kernels
 from flexmod.codegen.ladder import ENDS_SOON, short_length
 from flexmod.codegen.spec import FLOAT8, KERNEL_DTYPES, Direction, KernelSpec
 from flexmod.errors import ArgumentTypeError
@@ -24,12 +23,9 @@ from flexmod.ir.graph import ExpectedSize, Graph
 from flexmod.ir.ops import HALF
 from flexmod.ir.passes import Extents
 from flexmod.ir.trace import Traced, trace
-from flexmod.runtime.plan import Extent, Place, PlanWriter, cdiv, contiguous
 
 EXTENTS: Extents = (1, 1, 1 << 15, 1 << 15)
-# A tensor that is read at [.., q_idx, kv_idx] is copied to rows of a multiple of ALIGNED elements if each
-# element is read READS times or more. Calls of fewer than COPIED_FROM positions take no less time then.
-ALIGNED, READS, COPIED_FROM = 16, 4, 65
+ALIGNED = 16  # portable kernels know of rows that begin at multiples of so many elements
 
 
 @dataclass(frozen=True)
@@ -193,49 +189,8 @@ def pair_tile(spec: KernelSpec, score: Graph | None, tensors: Sequence[torch.Ten
     return None
 
 
-def copied_pairs(
-    spec: KernelSpec, score: Lowered, tensors: Sequence[torch.Tensor], extents: Extents
-) -> int | None:
-    """Returns the number of a capture that kernels read from a copy with aligned rows, or None.
-
-    Its rows alone keep it from being the `pair_tile`. The copy takes as long as three reads of all elements,
-    each by a load of its own; the call has these `extents`.
-    """
-    few = min(extents[2:]) < COPIED_FROM
-    if few or score.checked or pair_tile(spec, score.graph, tensors) is not None:
-        return None
-    reads = math.prod(extents)
-    aligned = [x if x.dim() < 2 or READS * x.numel() > reads else aligned_like(x) for x in tensors]
-    return pair_tile(spec, score.graph, aligned)
-
-
-def aligned_strides(shape: Sequence[Extent]) -> tuple[Extent, ...]:
-    """Returns strides of rows that have room for a multiple of ALIGNED elements."""
-    return contiguous((*shape[:-1], cdiv(shape[-1], ALIGNED) * ALIGNED))
-
-
-def aligned_like(tensor: torch.Tensor, device: torch.device | str = "meta") -> torch.Tensor:
-    """Returns an empty tensor with aligned rows, by default without memory."""
-    strides: Any = aligned_strides(tensor.shape)
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
-
-
-def in_aligned_rows(tensor: torch.Tensor) -> tuple[torch.Tensor]:
-    return (aligned_like(tensor, tensor.device).copy_(tensor.detach()),)
-
-
-def with_copy(writer: PlanWriter, captured: Captured, number: int) -> Captured:
-    """Writes the copy of a capture in aligned rows; returns the captures with it in its place."""
-    tensors = list(captured.tensors)
-    place = tensors[number]
-    copy = Place(f"aligned_{place.name}", place.shape, aligned_strides(place.shape), place.dtype)
-    writer.call(in_aligned_rows, (place,), (copy,))
-    tensors[number] = copy
-    return captured._replace(tensors=tuple(tensors))
-
-
 def _in_tiles(tensor: torch.Tensor, spec: KernelSpec) -> bool:
-    # portable kernels, which serve short calls, know of multiples of 16 elements alone
+    # portable kernels serve short calls
     unit = ALIGNED * tensor.itemsize if 0 < spec.short < ENDS_SOON else 16
     return aligned_rows(tensor, tensor.stride()[:-1], unit) and tensor.numel() > 0 and tensor.dim() <= 5
 

@@ -1,0 +1,158 @@
+"""Which operands a plan copies, and that the results stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexmod import create_block_mask, flex_attention, masks
+from flexmod.backends import arguments, families
+from flexmod.backends.copies import copies_of_heads
+from flexmod.runtime.plan import Call, Plan
+
+INTERPRET = {"BACKEND": "INTERPRET"}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions that plans call, by name."""
+    names: list[str] = []
+    made = families.Bound
+
+    def bind(plan: Plan, *rest: Any) -> Any:
+        names.extend(step.function.__name__ for step in plan.steps if isinstance(step, Call))
+        return made(plan, *rest)
+
+    monkeypatch.setattr(families, "Bound", bind)
+    return names
+
+
+def pairs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A bias for each pair of positions."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def aligned(bias: Tensor) -> Tensor:
+    """The same numbers, in rows that begin at multiples of 16 elements."""
+    return torch.nn.functional.pad(bias.detach(), (0, -bias.shape[-1] % 16))[..., : bias.shape[-1]]
+
+
+# Portable kernels, which serve short calls, know of multiples of 16 elements alone: "rows of 8".
+BIASES: Mapping[str, tuple[Tensor, dict[str, Any], bool]] = {
+    "odd rows": (pairs(2, 70, 71), {}, True),
+    "rows of 8": (pairs(2, 70, 72), {"lengths": (70, 72)}, True),
+    "odd start": (pairs(2, 70, 81)[..., 1:72], {}, True),
+    "across": (pairs(2, 71, 70).mT, {}, True),
+    "of all heads": (pairs(70, 71), {"batch": 2}, True),
+    "expanded": (pairs(70, 71).expand(2, 70, 71), {}, True),
+    "aligned": (aligned(pairs(2, 70, 71)), {}, False),
+    "small batch": (pairs(2, 70, 71), {"batch": 3}, False),
+    "larger than the call": (pairs(2, 300, 301), {}, False),
+    "of each entry": (pairs(4, 2, 70, 71), {}, False),
+    "deterministic": (pairs(2, 70, 71), {"deterministic": True}, False),
+    "few positions": (pairs(2, 64, 63), {"lengths": (64, 63)}, False),
+    "integers": (pairs(2, 70, 71).to(torch.int32), {}, False),
+    "of float32 calls": (pairs(2, 70, 71), {"dtype": torch.float32}, False),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_is_copied_to_aligned_rows(name: str, calls: list[str]) -> None:
+    bias, facts, copied = BIASES[name]
+    lengths, dtype = facts.get("lengths", (70, 71)), facts.get("dtype", torch.bfloat16)
+    options = {**INTERPRET, "deterministic": facts.get("deterministic", False)}
+    shape = facts.get("batch", 4), 2
+    inputs = [
+        torch.randn(*shape, lengths[of > 0], 16, dtype=dtype, requires_grad=True) for of in range(3)
+    ]
+
+    def results(bias: Tensor) -> list[Tensor]:
+        learned = bias.detach().requires_grad_(bias.is_floating_point())
+
+        def add(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return score + learned[(*(b, h)[4 - learned.dim() :], q_idx, kv_idx)]
+
+        out: Any = flex_attention(*inputs, add, kernel_options=options)
+        return [out, *torch.autograd.grad(out.sum(), inputs + [learned] * learned.requires_grad)]
+
+    found = results(bias)
+    assert calls.count("in_aligned_rows") == 2 * copied
+    if copied:  # or the tiles may differ
+        for ours, expected in zip(found, results(aligned(bias)), strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shape", "entries", "processors", "copies"),
+    [
+        ((8, 1), (8192, 8192), 1, 132, 4),
+        ((8, 2), (8192, 8192), 1, 132, 2),
+        ((16, 4), (2048, 2048), 4, 132, 1),  # 256 programs
+        ((12, 4), (1024, 1024), 1, 132, 3),
+        ((8, 1), (383, 8192), 1, 132, 1),  # few queries
+        ((8, 8), (8192, 8192), 1, 132, 1),
+        ((6, 1), (2048, 1), 1, 132, 6),
+        ((8, 1), (8192, 8192), 1, 1, 1),
+    ],
+)
+def test_how_many_copies_of_a_head(
+    heads: tuple[int, int], shape: tuple[int, int], entries: int, processors: int, copies: int
+) -> None:
+    query, key = (torch.empty(1, *size, 64, device="meta") for size in zip(heads, shape, strict=True))
+    assert copies_of_heads(query, key, entries, processors) == copies
+
+
+SLOPES = torch.tensor([0.5, 2.0, 1.0, 0.25], requires_grad=True)
+HEADS: Mapping[str, tuple[Any, Any, tuple[Tensor, ...], torch.dtype]] = {
+    "plain": (None, None, (), torch.bfloat16),
+    "causal": (None, masks.causal(), (), torch.float16),
+    "learned": (lambda score, b, h, q, k: score * SLOPES[h] + SLOPES[k % 4], None, (SLOPES,), torch.float16),
+    "float32": (None, None, (), torch.float32),
+}
+
+
+@pytest.mark.parametrize("entries_of_keys", [1, 2])
+@pytest.mark.parametrize("name", HEADS)
+def test_copies_of_heads(
+    name: str, entries_of_keys: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two copies of each of two heads serve two query heads."""
+    monkeypatch.setattr(arguments, "processors", lambda device: 5 - entries_of_keys)
+    monkeypatch.setattr("flexmod.backends.copies.QUERIES", 0)
+    score_mod, mask_mod, learned, dtype = HEADS[name]
+    sizes = ((2, 50, 4), (entries_of_keys, 60, 2), (entries_of_keys, 60, 2))
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(*size, 16, generator=generator).to(dtype).transpose(1, 2) for size in sizes]
+    mask = create_block_mask(mask_mod, None, None, 50, 60, device="cpu") if mask_mod else None
+    grad_out, found = torch.randn(2, 4, 50, 16, generator=generator).to(dtype), []
+    for options, precision in ((INTERPRET, dtype), ({"BACKEND": "REFERENCE"}, torch.float64)):
+        given = [x.to(precision).requires_grad_() for x in inputs]
+        out: Any = flex_attention(*given, score_mod, mask, enable_gqa=True, kernel_options=options)
+        grads = torch.autograd.grad(out, (*given, *learned), grad_out.to(precision))
+        found.append((out, *grads))
+    assert [grad.stride() for grad in found[0][1:4]] == [x.stride() for x in inputs]
+    assert calls.count("repeat_heads") == calls.count("sum_heads") == 2
+    limit = 1e-5 if dtype is torch.float32 else 1e-2
+    for ours, exact in zip(*found, strict=True):
+        assert (ours - exact).norm() < limit * exact.norm()
+
+
+def test_a_deterministic_backward_has_the_same_copies_for_any_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arguments, "processors", lambda device: 4)
+    monkeypatch.setattr("flexmod.backends.copies.QUERIES", 0)
+    q, k, v = (torch.randn(8, heads, 60, 16, dtype=torch.bfloat16) for heads in (8, 1, 1))
+
+    def grads(entries: slice) -> list[Tensor]:
+        given = [x[entries].requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
+        options = {**INTERPRET, "deterministic": True}
+        out: Any = flex_attention(*given, enable_gqa=True, kernel_options=options)
+        return list(torch.autograd.grad(out.sum(), given))
+
+    for whole, alone in zip(grads(slice(8)), grads(slice(3, 4)), strict=True):
+        assert torch.equal(whole[3:4], alone)
