@@ -65,6 +65,7 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
     # rows at multiples of 16 bytes
     pitch = (columns + 7) // 8 * 8
     of_pairs = torch.randn(heads, rows, pitch, generator=draw).to(DEVICE, torch.bfloat16)[..., :columns]
+    odd_rows = torch.randn(heads, rows, columns, generator=draw).to(DEVICE, torch.bfloat16)
     pairs_of_batch = torch.randn(4, 1, rows, pitch, generator=draw).to(DEVICE)[..., :columns]
 
     def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -145,6 +146,9 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
     def pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + of_pairs[h, q_idx, kv_idx]
 
+    def odd_pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score + odd_rows[h, q_idx, kv_idx]
+
     def capped_pairs(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return 4.0 * torch.tanh(score * of_pairs[h, q_idx, kv_idx] / 4.0)
 
@@ -181,6 +185,7 @@ def mods_of(name: str, heads: int, rows: int, columns: int) -> tuple[Any, Any, b
         "lowest": (lowest, None, False),
         "infinite": (infinite, causal, False),
         "pairs": (pairs, None, False),
+        "odd pairs": (odd_pairs, None, False),
         "capped pairs": (capped_pairs, holes, False),
         "float pairs": (float_pairs, causal, False),
     }
@@ -272,6 +277,10 @@ CASES = [
     ),
     *(HopperCase("pairs", (128, 64), lengths) for lengths in ((1, 1), (1, 700), (129, 65), (513, 1025))),
     HopperCase("float pairs", (192, 128), heads=(4, 2), batch=(4, 1), grad_lse=True),
+    # what a plan copies: a bias whose rows are not aligned, heads of keys that many queries share
+    *(HopperCase("odd pairs", (dim, dim), (513, 1025), batch=(4, 4)) for dim in (128, 64)),
+    HopperCase("causal", (64, 64), (1000, 1000), heads=(8, 1), layout="bshd", grad_lse=True),
+    HopperCase("alibi", lengths=(1000, 1000), heads=(8, 2), batch=(2, 1)),
     # queries that see nothing
     *(HopperCase(name, (dim, dim)) for name in ("holes", "softcap holes", "nothing") for dim in (128, 64)),
     *(HopperCase(name, (dim, dim), (1000, 1000)) for name in ("lowest", "infinite") for dim in (128, 64)),
