@@ -1,7 +1,8 @@
 """Copies of operands that a plan makes first, so that its kernels take less time.
 
-    bias    of pairs of positions, in aligned rows. The TMA unit and vector loads take rows that begin at
-            multiples of 16 bytes or elements. Of other rows, each element is a load of its own.
+    rows    of query, key, value and the output's gradient, and of a bias of pairs of positions. The TMA unit
+            and vector loads take rows that begin at multiples of 16 bytes or elements. Of other rows, each
+            element is a load of its own.
     heads   of keys and values, in a backward. One program has some keys of a head, and all query heads that
             read them. With too few programs for the chip, each of several copies of a head serves some of
             these query heads, and the gradients of the copies are summed up.
@@ -21,13 +22,13 @@ from flexmod.backends.arguments import Operands
 from flexmod.backends.triton import Found
 from flexmod.codegen.compiler import Lowered
 from flexmod.codegen.spec import KernelSpec
-from flexmod.codegen.variant import ALIGNED, pair_tile
+from flexmod.codegen.variant import ALIGNED, aligned_rows, pair_tile
 from flexmod.ir.passes import Extents
 from flexmod.runtime.plan import Extent, Place, PlanWriter, cdiv, contiguous
 
 # A bias is copied if each element is read READS times or more. Calls of fewer than POSITIONS positions take
-# no less time then.
-READS, POSITIONS = 4, 65
+# no less time then. Other tensors are copied from LONG queries and keys on.
+READS, POSITIONS, LONG = 4, 65, 512
 # Heads are copied until there are PROGRAMS programs for two processors, each with KEYS keys. Programs that
 # read fewer than QUERIES queries take less time than the copies.
 PROGRAMS, KEYS, QUERIES = 3, 128, 3072
@@ -35,20 +36,39 @@ PROGRAMS, KEYS, QUERIES = 3, 128, 3072
 
 @dataclass(frozen=True)
 class CopiedOperands:
-    """What a call copies: a capture of its score_mod, by number; how many copies of each head it makes."""
+    """What a call copies: a capture of its score_mod, by number; how many copies of each head it makes.
+
+    What else it copies depends on the kernels that read it.
+    """
 
     bias: int | None = None
     heads: int = 1
 
     def in_place(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Returns a score_mod's captures, with a stand-in for the copy."""
-        return tuple(aligned_like(x) if number == self.bias else x for number, x in enumerate(tensors))
+        numbered = enumerate(tensors)
+        return tuple(aligned(x.shape, x.dtype) if number == self.bias else x for number, x in numbered)
 
-    def begin(self, writer: PlanWriter, call: Operands) -> Operands:
-        """Writes the copies; returns the operands with them."""
-        if self.bias is not None:
-            call = _with_bias(writer, call, self.bias)
-        return _with_heads(writer, call, self.heads) if self.heads > 1 else call
+    def begin(
+        self, writer: PlanWriter, call: Operands, tensors: tuple[Tensor, Tensor, Tensor], unit: int
+    ) -> Operands:
+        """Writes the copies; returns the operands with them.
+
+        `tensors` are query, key and value. Their rows are aligned if they begin at multiples of `unit` bytes.
+        """
+        query, key, _ = tensors
+        places, orders = [call.q, call.k, call.v], dict(call.orders)
+        for number, heads in enumerate((1, self.heads, self.heads)):
+            if heads > 1 or is_copied(tensors[number], query, key, unit):
+                order = orders[places[number].name]
+                places[number] = copied_rows(writer, places[number], heads)
+                orders[places[number].name] = order
+        call = replace(call, q=places[0], k=places[1], v=places[2], orders=orders)
+        if self.bias is None:
+            return call
+        captures = list(call.score_captured.tensors)
+        captures[self.bias] = copied_rows(writer, captures[self.bias])
+        return replace(call, score_captured=call.score_captured._replace(tensors=tuple(captures)))
 
     def end(self, writer: PlanWriter, call: Operands, found: Found) -> Found:
         """Writes the gradients of the operands: sums over their copies."""
@@ -63,6 +83,18 @@ class CopiedOperands:
         return found._replace(key=sums[0], value=sums[1])
 
 
+def is_copied(tensor: Tensor, query: Tensor, key: Tensor, unit: int) -> bool:
+    """Do kernels for rows at multiples of `unit` bytes read a copy of a tensor [B, H, length, dim] of a call?
+
+    They do if they read each row often. A copy of a broadcast tensor would take more memory than it.
+    """
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    if min(query.shape[2], key.shape[2]) < LONG or 0 in strides:
+        return False
+    outer = strides if tensor.shape[3] == 1 else strides[:-1]
+    return not aligned_rows(tensor, outer, unit)
+
+
 def copied_bias(
     spec: KernelSpec, score: Lowered, tensors: Sequence[Tensor], extents: Extents
 ) -> int | None:
@@ -75,8 +107,8 @@ def copied_bias(
     if few or score.checked or pair_tile(spec, score.graph, tensors) is not None:
         return None
     reads = math.prod(extents)
-    aligned = [x if x.dim() < 2 or READS * x.numel() > reads else aligned_like(x) for x in tensors]
-    return pair_tile(spec, score.graph, aligned)
+    copies = [x if x.dim() < 2 or READS * x.numel() > reads else aligned(x.shape, x.dtype) for x in tensors]
+    return pair_tile(spec, score.graph, copies)
 
 
 def copies_of_heads(query: Tensor, key: Tensor, entries: int, processors: int) -> int:
@@ -94,28 +126,18 @@ def aligned_strides(shape: Sequence[Extent]) -> tuple[Extent, ...]:
     return contiguous((*shape[:-1], cdiv(shape[-1], ALIGNED) * ALIGNED))
 
 
-def aligned_like(tensor: Tensor, device: torch.device | str = "meta") -> Tensor:
+def aligned(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "meta") -> Tensor:
     """Returns an empty tensor with aligned rows, by default without memory."""
-    strides: Any = aligned_strides(tensor.shape)
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
+    strides: Any = aligned_strides(shape)
+    return torch.empty_strided(tuple(shape), strides, dtype=dtype, device=device)
 
 
-def in_aligned_rows(tensor: Tensor) -> tuple[Tensor]:
-    return (aligned_like(tensor, tensor.device).copy_(tensor.detach()),)
-
-
-def _with_bias(writer: PlanWriter, call: Operands, number: int) -> Operands:
-    captured = call.score_captured
-    tensors = list(captured.tensors)
-    place = tensors[number]
-    copy = Place(f"aligned_{place.name}", place.shape, aligned_strides(place.shape), place.dtype)
-    writer.call(in_aligned_rows, (place,), (copy,))
-    tensors[number] = copy
-    return replace(call, score_captured=captured._replace(tensors=tuple(tensors)))
-
-
-def repeat_heads(tensor: Tensor, count: int) -> tuple[Tensor]:
-    return (tensor.repeat_interleave(count, 1),)
+def in_aligned_rows(tensor: Tensor, heads: int) -> tuple[Tensor]:
+    """Returns a copy with aligned rows; `heads` copies of each part of dimension 1 follow one another."""
+    first, second, *rest = tensor.shape
+    copy = aligned((first, second * heads, *rest), tensor.dtype, tensor.device)
+    copy.unflatten(1, (second, heads)).copy_(tensor.detach().unsqueeze(2))
+    return (copy,)
 
 
 def sum_heads(grad: Tensor, sums: Tensor) -> tuple[()]:
@@ -124,12 +146,10 @@ def sum_heads(grad: Tensor, sums: Tensor) -> tuple[()]:
     return ()
 
 
-def _with_heads(writer: PlanWriter, call: Operands, count: int) -> Operands:
-    made, orders = [], dict(call.orders)
-    for place in (call.k, call.v):
-        shape = (place.shape[0], place.shape[1] * count, *place.shape[2:])
-        copy = Place(f"repeated_{place.name}", shape, contiguous(shape), place.dtype)
-        writer.call(repeat_heads, (place, count), (copy,))
-        orders[copy.name] = call.orders[place.name]
-        made.append(copy)
-    return replace(call, k=made[0], v=made[1], orders=orders)
+def copied_rows(writer: PlanWriter, place: Place, heads: int = 1) -> Place:
+    """Writes a copy with aligned rows, and `heads` copies of each head."""
+    first, *rest = place.shape
+    shape = (first, rest[0] * heads, *rest[1:])
+    copy = Place(f"aligned_{place.name}", shape, aligned_strides(shape), place.dtype)
+    writer.call(in_aligned_rows, (place, heads), (copy,))
+    return copy

@@ -24,7 +24,14 @@ from flexmod.backends import decoding, triton
 from flexmod.backends import options as kernel_options
 from flexmod.backends.arguments import BackwardInputs, Operands, Problem, incoming, operands
 from flexmod.backends.captured import write_gradients
-from flexmod.backends.copies import CopiedOperands, copied_bias, copies_of_heads
+from flexmod.backends.copies import (
+    CopiedOperands,
+    aligned,
+    copied_bias,
+    copied_rows,
+    copies_of_heads,
+    is_copied,
+)
 from flexmod.backends.hopper import HopperFamily
 from flexmod.backends.triton import Found, PortableFamily, Rungs
 from flexmod.block_mask.storage import MaskSnapshot
@@ -52,9 +59,10 @@ NO_RUNGS: Rungs = {}
 class Family(Protocol):
     """A kernel family. `name` is its name in kernel option TEMPLATE, `title` its name in sentences.
 
-    `target`: the chip for which `explain` shows it. `reads_order`: there, its kernels follow the order of a
-    mask's rows and columns. `reduce_in_backward`: its backward kernel reduces gradients of captures that only
-    b and h index.
+        target              the chip for which `explain` shows it
+        reads_order         there, its kernels follow the order of a mask's rows and columns
+        reduce_in_backward  its backward kernel reduces gradients of captures that only b and h index
+        aligned_bytes       it reads rows fast that begin at multiples of so many bytes
     """
 
     name: str
@@ -62,6 +70,7 @@ class Family(Protocol):
     target: str
     reduce_in_backward: bool
     reads_order: bool
+    aligned_bytes: int
 
     def obstacle(
         self, variant: Variant, direction: Direction, target: str, *, deterministic: bool
@@ -349,7 +358,7 @@ class PlannedCall:
             score, mask = (x._replace(watch=watch) for x in (call.score_captured, call.mask_captured))
             call = replace(call, score_captured=score, mask_captured=mask)
         given = call
-        call = self.copies.begin(writer, call)
+        call = self.copies.begin(writer, call, self.qkv, family.aligned_bytes)
         if made.portable.by_distance is not None:
             tables = with_tables(writer, made.portable, call.score_captured, call.extents)
             call = replace(call, score_captured=tables)
@@ -358,7 +367,11 @@ class PlannedCall:
             results = family.forward(writer, made, call, rungs, want_max=self.want_max, keep=self.keep)
         else:
             grad_out: Any = self.tensors[0]
-            of_call = self.incoming, self.needs, rungs, self.qkv[1], grad_out
+            incoming = self.incoming
+            if is_copied(grad_out, *self.qkv[:2], family.aligned_bytes):
+                incoming = incoming._replace(grad_out=copied_rows(writer, incoming.grad_out))
+                grad_out = aligned(grad_out.shape, grad_out.dtype)
+            of_call = incoming, self.needs, rungs, self.qkv[1], grad_out
             found = self.copies.end(writer, given, family.backward(writer, made, call, *of_call))
             results = (*found[:3], *(place for sums in found.sums.values() for place in sums))
             if self.captured and variant.learned:

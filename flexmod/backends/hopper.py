@@ -30,6 +30,7 @@ from flexmod.backends.arguments import (
     value_scale_arguments,
 )
 from flexmod.backends.captured import element_buffers
+from flexmod.backends.copies import is_copied
 from flexmod.backends.triton import Found, Rungs
 from flexmod.block_mask.storage import Axis, MaskSnapshot
 from flexmod.codegen.hopper import (
@@ -58,6 +59,7 @@ TILE_OPTIONS: Mapping[Direction, tuple[str, ...]] = {
 }
 # The most queries in a backward's tile.
 TALLEST = 128
+BYTES = 16  # The TMA unit addresses multiples of these.
 # Queries in one block of dQ's sums, which keeps the order of registers.
 SUMMED = 64
 # Up to this many programs on each processor a backward starts long ones first. With more programs, neighbours
@@ -97,7 +99,7 @@ def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | Non
     `by_column`: the mask, if the call needs its lists by column.
     """
     for name, tensor in (("query", q), ("key", k), ("value", v)):
-        if not addressable(tensor):
+        if not (addressable(tensor) or is_copied(tensor, q, k, BYTES)):
             return f"{name}'s rows, heads or storage are not at multiples of 16 bytes"
     rows: Any = q.shape[0] * q.shape[1] * _pitch(q.shape[2], by_column)
     if rows >= 2**31:
@@ -338,6 +340,7 @@ class HopperFamily:
 
     name, title, target = NAME, "kernels made for Hopper", TARGET
     reduce_in_backward = reads_order = True
+    aligned_bytes = BYTES
     obstacle = staticmethod(obstacle)
     call_obstacle = staticmethod(call_obstacle)
     kernels = staticmethod(hopper_kernels)

@@ -333,6 +333,7 @@ class PortableFamily:
 
     name, title, target = PORTABLE, "portable Triton kernels", ""
     reduce_in_backward = reads_order = False
+    aligned_bytes = 32  # 16 elements of a half type, as Triton tells apart
     kernels = staticmethod(of_half_values)
     forward = staticmethod(forward)
     backward = staticmethod(backward)

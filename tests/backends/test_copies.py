@@ -12,6 +12,7 @@ from torch import Tensor
 from flexmod import create_block_mask, flex_attention, masks
 from flexmod.backends import arguments, families
 from flexmod.backends.copies import copies_of_heads
+from flexmod.calls import prepared
 from flexmod.runtime.plan import Call, Plan
 
 INTERPRET = {"BACKEND": "INTERPRET"}
@@ -19,11 +20,12 @@ INTERPRET = {"BACKEND": "INTERPRET"}
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The functions that plans call, by name."""
+    """The functions that plans call, by name, after "plan" for each plan."""
     names: list[str] = []
     made = families.Bound
 
     def bind(plan: Plan, *rest: Any) -> Any:
+        names.append("plan")
         names.extend(step.function.__name__ for step in plan.steps if isinstance(step, Call))
         return made(plan, *rest)
 
@@ -135,7 +137,8 @@ def test_copies_of_heads(
         grads = torch.autograd.grad(out, (*given, *learned), grad_out.to(precision))
         found.append((out, *grads))
     assert [grad.stride() for grad in found[0][1:4]] == [x.stride() for x in inputs]
-    assert calls.count("repeat_heads") == calls.count("sum_heads") == 2
+    copies = [name for name in calls if name.endswith(("rows", "heads"))]
+    assert copies == ["in_aligned_rows"] * 2 + ["sum_heads"] * 2
     limit = 1e-5 if dtype is torch.float32 else 1e-2
     for ours, exact in zip(*found, strict=True):
         assert (ours - exact).norm() < limit * exact.norm()
@@ -156,3 +159,36 @@ def test_a_deterministic_backward_has_the_same_copies_for_any_batch(
 
     for whole, alone in zip(grads(slice(8)), grads(slice(3, 4)), strict=True):
         assert torch.equal(whole[3:4], alone)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).half()
+
+
+# The forward's and the backward's copies, of query, key and value, and of the output's gradient.
+ROWS: Mapping[str, tuple[Tensor, Tensor, int]] = {
+    "whole": (rows(1, 2, 64, 16), rows(1, 2, 64, 16), 0),
+    "by position": (rows(1, 64, 2, 16).transpose(1, 2), rows(1, 65, 2, 16).transpose(1, 2), 0),
+    "24 columns": (rows(1, 2, 64, 24), rows(1, 2, 65, 24), 3 + 4),
+    "odd rows": (rows(1, 2, 64, 17)[..., :16], rows(1, 2, 64, 17)[..., 1:], 3 + 3),
+    "odd heads": (rows(1, 2, 64 * 16 + 8)[..., 8:].unflatten(2, (64, 16)), rows(1, 2, 64, 16), 1 + 1),
+    "across": (rows(1, 2, 64, 16), rows(1, 2, 16, 72).mT, 2 + 2),
+    "broadcast": (rows(1, 2, 64, 16), rows(1, 1, 64, 16).expand(1, 2, 64, 16), 0),
+    "few queries": (rows(1, 2, 63, 24), rows(1, 2, 70, 24), 0),
+    "few keys": (rows(1, 2, 70, 24), rows(1, 2, 63, 24), 0),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_aligned(name: str, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, copies = ROWS[name]
+    found = []
+    for long in (64, 1000):
+        monkeypatch.setattr("flexmod.backends.copies.LONG", long)
+        prepared.forget()
+        given = [x.detach().requires_grad_() for x in (query, key, key)]
+        out: Any = flex_attention(*given, kernel_options=INTERPRET)
+        found.append((out, *torch.autograd.grad(out, given, torch.ones_like(out) * 0.5)))
+    assert (calls.count("in_aligned_rows"), calls.count("plan")) == (copies, 4)
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected) and ours.stride() == expected.stride()

@@ -47,7 +47,7 @@ class ToyKernels:
 
 class Toy:
     name, title, target = "toy", "kernels of a toy", "sm_80"
-    reduce_in_backward = reads_order = False
+    reduce_in_backward, reads_order, aligned_bytes = False, False, 16
     made: dict[Kernels, ToyKernels] = {}
 
     def obstacle(self, variant: Variant, way: str, *_: Any, **__: Any) -> str | None:

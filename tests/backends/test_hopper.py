@@ -72,6 +72,13 @@ def test_what_the_tma_unit_addresses(key: Tensor, why: Any) -> None:
     assert said == (why and "key's rows, heads or storage are not at multiples of 16 bytes")
 
 
+def test_a_plan_copies_long_tensors_that_the_tma_unit_cannot_address() -> None:
+    whole, odd = zeros(2, 4, 512, 64), zeros(2, 4, 512, 68)[..., :64]
+    assert hopper.call_obstacle(odd, odd, odd) is None
+    assert hopper.call_obstacle(whole, zeros(2, 1, 512, 64).expand(2, 4, 512, 64), whole) is not None
+    assert hopper.call_obstacle(odd, whole[:, :, :511], whole[:, :, :511]) is not None
+
+
 def test_numbers_of_rows_that_are_too_many() -> None:
     rows = torch.empty(2**12, 2**12, 128, 64, dtype=HALF, device="meta")
     assert (
