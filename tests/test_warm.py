@@ -152,10 +152,7 @@ def test_a_process_compiles_nothing_of_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mask", "dim", "lengths", "kernels"),
     [
-        pytest.param(
-            "None", 32, (64, 33), ["forward_kernel", "statistics_kernel", "dkdv_kernel"],
-            marks=pytest.mark.every,
-        ),
+        pytest.param("None", 32, (64, 33), ["forward_kernel", "dkdv_kernel"], marks=pytest.mark.every),
         ("masks.causal()", 32, (16, 9), ["forward_kernel", "statistics_kernel", "dq_kernel", "dkdv_kernel"]),
         pytest.param("masks.causal()", 64, (1000, 300), HOPPER, marks=pytest.mark.every),
     ],
