@@ -127,17 +127,17 @@ def within(inside, DIMS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def delta_of(total, statistic, GRAD_LSE, stride_lb, stride_lh, stride_lm, batch, head, rows, M):
-    """delta of `rows`, whose rowsum is `total`: less the gradient of the lse; 0 where `statistic` is +inf."""
+def delta_of(total, dead, GRAD_LSE, stride_lb, stride_lh, stride_lm, batch, head, rows, M):
+    """delta of `rows`: their rowsum `total`, minus the gradient of the lse; 0 where `dead`."""
     if GRAD_LSE is not None:
         base = tl.cast(batch, tl.int64) * stride_lb + tl.cast(head, tl.int64) * stride_lh
         total -= tl.load(GRAD_LSE + base + tl.cast(rows, tl.int64) * stride_lm, mask=rows < M, other=0.0)
-    return tl.where(statistic == float("inf"), 0.0, total)
+    return tl.where(dead, 0.0, total)
 
 
 @triton.jit
 def in_base_2(lse):
-    """The weights' lse in base 2, of natural ones: +inf for a dead row."""
+    """Converts a natural lse to base 2; -inf, of a dead row, becomes +inf, so that its weights are 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
 
 
@@ -184,7 +184,7 @@ def statistics_kernel(
     heads_before = tl.cast(batch, tl.int64) * HQ + head
     lse2 = tl.load(LSE + heads_before * M + rows, mask=in_m, other=float("-inf")) * LOG2E
     dead = lse2 == float("-inf")
-    delta = delta_of(delta, -lse2, GRAD_LSE, stride_lb, stride_lh, stride_lm, batch, head, rows, M)
+    delta = delta_of(delta, dead, GRAD_LSE, stride_lb, stride_lh, stride_lm, batch, head, rows, M)
     statistics = heads_before * PITCH + rows
     tl.store(DELTA + statistics, delta, mask=rows < PITCH)
     if LSE2 is not None:
