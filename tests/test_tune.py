@@ -215,16 +215,23 @@ def test_what_another_process_finds_is_used(folder: Path, launched: dict[str, An
     assert "forward_kernel" in launched
 
 
+def keys(bias: torch.Tensor, batch: int = 1) -> set[tuned.Key]:
+    """The keys of a forward with a bias, `tuned`."""
+    q = torch.zeros(batch, 1, bias.shape[0], 16, dtype=torch.bfloat16)
+    options = {"BACKEND": "INTERPRET", "tuned": True}
+    with tuned.trying("forward", tuned.Choice()) as seen, torch.no_grad():
+        flex_attention(q, q, q, lambda score, b, h, i, j: score + bias[i, j], kernel_options=options)
+    return {applied.key for applied in seen}
+
+
 def test_a_bias_that_comes_in_tiles_has_a_choice_of_its_own() -> None:
     """Its tile takes shared memory, so that a shape may fit beside another bias alone."""
-
-    def keys(bias: torch.Tensor) -> set[tuned.Key]:
-        q = torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16)
-        options = {"BACKEND": "INTERPRET", "tuned": True}
-        with tuned.trying("forward", tuned.Choice()) as seen, torch.no_grad():
-            flex_attention(q, q, q, lambda score, b, h, i, j: score + bias[i, j], kernel_options=options)
-        return {applied.key for applied in seen}
-
     aligned, odd = (keys(torch.zeros(16, width)[:, :16]) for width in (16, 17))
     assert len(aligned) == len(odd) == 1
     assert aligned != odd
+
+
+def test_batches_of_any_size_have_one_choice() -> None:
+    """A batch of four copies such a bias to aligned rows, a batch of three does not."""
+    odd = torch.zeros(70, 71)[:, :70]
+    assert keys(odd, batch=3) == keys(odd, batch=4)

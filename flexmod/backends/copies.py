@@ -100,23 +100,25 @@ def copied_bias(
 ) -> int | None:
     """Returns the number of a capture that kernels read from a copy with aligned rows, or None.
 
-    Its rows alone keep it from being the `pair_tile`. The copy takes as long as three reads of all elements,
-    each by a load of its own; the call has these `extents`.
+    Only its strides and its start keep it from being the `pair_tile`. The copy takes as long as three reads
+    of all elements, each by a load of its own; the call has these `extents`. A row or a column that is
+    expanded to all pairs is not copied: the copy could take thousands of times its memory.
     """
     few = min(extents[2:]) < POSITIONS
     if few or score.checked or pair_tile(spec, score.graph, tensors) is not None:
         return None
     reads = math.prod(extents)
-    copies = [x if x.dim() < 2 or READS * x.numel() > reads else aligned(x.shape, x.dtype) for x in tensors]
+    often = (x.dim() > 1 and 0 not in x.stride()[-2:] and READS * x.numel() <= reads for x in tensors)
+    copies = [aligned(x.shape, x.dtype) if copy else x for x, copy in zip(tensors, often, strict=True)]
     return pair_tile(spec, score.graph, copies)
 
 
-def copies_of_heads(query: Tensor, key: Tensor, entries: int, processors: int) -> int:
-    """Returns how many copies of each head of keys a backward reads; `entries` of the batch count."""
+def copies_of_heads(query: Tensor, key: Tensor, alone: bool, processors: int) -> int:
+    """Returns how many copies of each head of keys a backward reads; `alone`: of one entry of the batch."""
     group = query.shape[1] // key.shape[1]
     if group * query.shape[2] < QUERIES:
         return 1
-    programs = entries * key.shape[1] * -(-key.shape[2] // KEYS)
+    programs = (1 if alone else key.shape[0]) * key.shape[1] * -(-key.shape[2] // KEYS)
     divisors = (count for count in range(1, group) if group % count == 0)
     return next((count for count in divisors if 2 * count * programs >= PROGRAMS * processors), group)
 

@@ -264,12 +264,10 @@ class Generated:
         grad_captures = tuple(sorted(set(problem.capture_grad.loads))) if problem.capture_grad else ()
         lowered = (score.lowered if score else None, mask.lowered if mask else None)
         of_score = problem.score.tensors if problem.score else ()
-        # entries of the batch, if their number may change the bits
-        alone = _is_alone(spec, options)
-        entries, of_keys = (1, 1) if alone else (q.shape[0], k.shape[0])
+        alone = _is_alone(spec, options)  # what is copied may depend on the batch, and change bits
         copies = CopiedOperands(
-            copied_bias(spec, score.lowered, of_score, (entries, *extents[1:])) if score else None,
-            copies_of_heads(q, k, of_keys, call_arguments.processors(q.device)) if backward else 1,
+            copied_bias(spec, score.lowered, of_score, extents) if score and not alone else None,
+            copies_of_heads(q, k, alone, call_arguments.processors(q.device)) if backward else 1,
         )
         of_score = copies.in_place(of_score)
         variant = Variant(spec, *lowered, of_score, learned=grad_captures, options=problem.options)
@@ -277,12 +275,19 @@ class Generated:
         call = operands(q, k, v, problem, *numbers)
         compiled = PlannedCall(variant, call, tuple(tensors), self.interpreted, copies=copies, **asked)
         if option(options, spec.direction, "tuned", False):
-            self._tune(problem, [compiled.kernels(family) for family in families()], q.device)
+            self._tune(problem, compiled)
         return compiled
 
-    def _tune(self, problem: Problem, kernels: Sequence[Made], device: torch.device) -> None:
-        """Applies tuned tiles to the kernels of one spec. Raises NotTunedError if there are none."""
+    def _tune(self, problem: Problem, compiled: PlannedCall) -> None:
+        """Applies tuned tiles to the kernels of a call. Raises NotTunedError if there are none.
+
+        A choice serves batches of any size. Whether a call copies a bias depends on the size, and does not
+        count.
+        """
+        kernels, device = [compiled.kernels(family) for family in families()], compiled.device
         spec = kernels[0].spec
+        if compiled.copies.bias is not None:
+            spec = replace(spec, pair_tile=None)
         key = tuned.Key(
             spec.direction,
             INTERPRETER if self.interpreted else torch.cuda.get_device_name(device),
@@ -443,7 +448,7 @@ class FirstRungs(dict[str, Any]):
 
 
 def _is_alone(spec: KernelSpec, options: Mapping[str, Any]) -> bool:
-    """Must each batch entry have the bits that it has alone?"""
+    """Must each batch entry have the bits that it has alone? torch's switch asks for it in a backward."""
     asked = option(options, spec.direction, "deterministic", False)
     return bool(asked or spec.backward and torch.are_deterministic_algorithms_enabled())
 

@@ -33,9 +33,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def pairs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def pairs(*shape: int) -> Tensor:
     """A bias for each pair of positions."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).bfloat16()
 
 
 def aligned(bias: Tensor) -> Tensor:
@@ -51,6 +51,8 @@ BIASES: Mapping[str, tuple[Tensor, dict[str, Any], bool]] = {
     "across": (pairs(2, 71, 70).mT, {}, True),
     "of all heads": (pairs(70, 71), {"batch": 2}, True),
     "expanded": (pairs(70, 71).expand(2, 70, 71), {}, True),
+    "an expanded row": (pairs(2, 1, 71).expand(2, 70, 71), {}, False),
+    "an expanded column": (pairs(2, 70, 1).expand(2, 70, 71), {}, False),
     "aligned": (aligned(pairs(2, 70, 71)), {}, False),
     "small batch": (pairs(2, 70, 71), {"batch": 3}, False),
     "larger than the call": (pairs(2, 300, 301), {}, False),
@@ -88,6 +90,25 @@ def test_a_bias_is_copied_to_aligned_rows(name: str, calls: list[str]) -> None:
             assert torch.equal(ours, expected)
 
 
+def test_a_deterministic_call_copies_no_bias() -> None:
+    """Alone, an entry reads each element four times; of two entries, each reads its own elements."""
+    tensors = [torch.randn(2, 4, length, 16).bfloat16() for length in (70, 71, 71, 70)]
+    together = *tensors, pairs(2, 1, 70, 71)
+
+    def results(query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, bias: Tensor) -> list[Tensor]:
+        inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+
+        def add(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return score + bias[b, h // 4, q_idx, kv_idx]
+
+        out: Any = flex_attention(*inputs, add, kernel_options={**INTERPRET, "deterministic": True})
+        return [out, *torch.autograd.grad(out, inputs, grad_out)]
+
+    alone = results(*(tensor[1:].clone() for tensor in together))
+    for of_two, of_one in zip(results(*together), alone, strict=True):
+        assert torch.equal(of_two[1:], of_one)
+
+
 @pytest.mark.parametrize(
     ("heads", "shape", "entries", "processors", "copies"),
     [
@@ -104,8 +125,10 @@ def test_a_bias_is_copied_to_aligned_rows(name: str, calls: list[str]) -> None:
 def test_how_many_copies_of_a_head(
     heads: tuple[int, int], shape: tuple[int, int], entries: int, processors: int, copies: int
 ) -> None:
-    query, key = (torch.empty(1, *size, 64, device="meta") for size in zip(heads, shape, strict=True))
-    assert copies_of_heads(query, key, entries, processors) == copies
+    query, key = (torch.empty(entries, *size, 64, device="meta") for size in zip(heads, shape, strict=True))
+    assert copies_of_heads(query, key, False, processors) == copies
+    of_one = copies_of_heads(query[:1], key[:1], False, processors)
+    assert copies_of_heads(query, key, True, processors) == of_one
 
 
 SLOPES = torch.tensor([0.5, 2.0, 1.0, 0.25], requires_grad=True)
