@@ -26,9 +26,10 @@ from flexmod.codegen.variant import ALIGNED, aligned_rows, pair_tile
 from flexmod.ir.passes import Extents
 from flexmod.runtime.plan import Extent, Place, PlanWriter, cdiv, contiguous
 
-# A bias is copied if each element is read READS times or more. Calls of fewer than POSITIONS positions take
-# no less time then. Other tensors are copied from LONG queries and keys on.
-READS, POSITIONS, LONG = 4, 65, 512
+# A bias is copied if each element is read READS times or more, where a mask is taken to keep one pair of
+# MASKED. Calls of fewer than POSITIONS positions take no less time then. Other tensors are copied from LONG
+# queries and keys on.
+READS, MASKED, POSITIONS, LONG = 4, 4, 65, 512
 # Heads are copied until there are PROGRAMS programs for two processors, each with KEYS keys. Programs that
 # read fewer than QUERIES queries take less time than the copies.
 PROGRAMS, KEYS, QUERIES = 3, 128, 3072
@@ -107,7 +108,7 @@ def copied_bias(
     few = min(extents[2:]) < POSITIONS
     if few or score.checked or pair_tile(spec, score.graph, tensors) is not None:
         return None
-    reads = math.prod(extents)
+    reads = math.prod(extents) // (MASKED if spec.mask_block else 1)
     often = (x.dim() > 1 and 0 not in x.stride()[-2:] and READS * x.numel() <= reads for x in tensors)
     copies = [aligned(x.shape, x.dtype) if copy else x for x, copy in zip(tensors, often, strict=True)]
     return pair_tile(spec, score.graph, copies)

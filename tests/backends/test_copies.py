@@ -58,6 +58,8 @@ BIASES: Mapping[str, tuple[Tensor, dict[str, Any], bool]] = {
     "larger than the call": (pairs(2, 300, 301), {}, False),
     "of each entry": (pairs(4, 2, 70, 71), {}, False),
     "deterministic": (pairs(2, 70, 71), {"deterministic": True}, False),
+    "masked": (pairs(2, 70, 71), {"batch": 15, "mask": masks.causal()}, False),
+    "masked, of many": (pairs(70, 71), {"batch": 8, "mask": masks.causal()}, True),
     "few positions": (pairs(2, 64, 63), {"lengths": (64, 63)}, False),
     "integers": (pairs(2, 70, 71).to(torch.int32), {}, False),
     "of float32 calls": (pairs(2, 70, 71), {"dtype": torch.float32}, False),
@@ -70,6 +72,7 @@ def test_a_bias_is_copied_to_aligned_rows(name: str, calls: list[str]) -> None:
     lengths, dtype = facts.get("lengths", (70, 71)), facts.get("dtype", torch.bfloat16)
     options = {**INTERPRET, "deterministic": facts.get("deterministic", False)}
     shape = facts.get("batch", 4), 2
+    mask = create_block_mask(facts["mask"], None, None, *lengths, device="cpu") if "mask" in facts else None
     inputs = [
         torch.randn(*shape, lengths[of > 0], 16, dtype=dtype, requires_grad=True) for of in range(3)
     ]
@@ -80,7 +83,7 @@ def test_a_bias_is_copied_to_aligned_rows(name: str, calls: list[str]) -> None:
         def add(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
             return score + learned[(*(b, h)[4 - learned.dim() :], q_idx, kv_idx)]
 
-        out: Any = flex_attention(*inputs, add, kernel_options=options)
+        out: Any = flex_attention(*inputs, add, mask, kernel_options=options)
         return [out, *torch.autograd.grad(out.sum(), inputs + [learned] * learned.requires_grad)]
 
     found = results(bias)
