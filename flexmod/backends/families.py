@@ -389,7 +389,8 @@ class PlannedCall:
     def chosen(self, family: Family, meanwhile: Meanwhile | None = None) -> Bound:
         """Chooses a rung for each kernel and returns the bound plan. Raises NoRung.
 
-        It compiles the first rungs in parallel; see `Generated.forward`.
+        It compiles the first rungs in parallel; see `Generated.forward`. A plan with another rung may launch
+        more kernels.
         """
         plans: dict[object, Plan] = {}
 
@@ -401,7 +402,6 @@ class PlannedCall:
 
         rungs = FirstRungs(self.kernels(family))
         first = plan(rungs)
-        sources: dict[str, Any] = {s.kernel: s.source for s in first.launches() if s.rung is not None}
         jobs = side_by_side.compiles(first, self.tensors, self.device, self.extents)
         given = zip(self.inputs, self.tensors, strict=True)
         named = {place.name: tensor for place, tensor in given if place is not None and tensor is not None}
@@ -413,7 +413,9 @@ class PlannedCall:
         with side_by_side.beside(ahead):
             if len(jobs) > 1:
                 side_by_side.in_threads(jobs)
-            for name, source in sources.items():
+            while left := [s for s in plan(rungs).launches() if s.rung is not None and s.kernel not in rungs]:
+                source: Any = left[0].source
+                name = left[0].kernel
 
                 def arguments(rung: Any, name: str = name) -> list[dict[str, Any]]:
                     steps = plan(rungs.but(name, rung)).launches(name)

@@ -150,3 +150,20 @@ def test_a_known_call_asks_an_inserted_family() -> None:
     remove()
     flex_attention(*given, kernel_options=options)
     assert asked == ["forward"]
+
+
+def test_a_kernel_that_another_choice_adds_is_chosen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tile of dkdv_kernel has not all keys, and leaves dQ to a kernel of its own."""
+    chosen: list[str] = []
+
+    def last(kernels: Any, name: Any, device: Any, arguments: Any) -> Any:
+        chosen.append(name)
+        rung = kernels.ladder(name)[-1]
+        assert arguments(rung)
+        return rung
+
+    monkeypatch.setattr(families.launch, "choose_tile", last)
+    given = [torch.randn(1, 2, 40, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    out = flex_attention(*given, scale=0.17, kernel_options={"BACKEND": "INTERPRET"})
+    torch.autograd.grad(out.sum(), given)  # type: ignore[union-attr]
+    assert chosen == ["forward", "dkdv", "dq"]
