@@ -39,13 +39,11 @@ PROGRAMS, KEYS, QUERIES = 3, 128, 3072
 class CopiedOperands:
     """What a call copies: a capture of its score_mod, by number; how many copies of each head it makes.
 
-    `rows`: also tensors whose rows are not aligned, for the kernels that read them. A plan for tensors of any
-    strides copies none.
+    What else it copies depends on the kernels that read it.
     """
 
     bias: int | None = None
     heads: int = 1
-    rows: bool = False
 
     def in_place(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Returns a score_mod's captures, with a stand-in for the copy."""
@@ -62,7 +60,7 @@ class CopiedOperands:
         query, key, _ = tensors
         places, orders = [call.q, call.k, call.v], dict(call.orders)
         for number, heads in enumerate((1, self.heads, self.heads)):
-            if heads > 1 or self.rows and is_copied(tensors[number], query, key, unit):
+            if heads > 1 or is_copied(tensors[number], query, key, unit):
                 order = orders[places[number].name]
                 places[number] = copied_rows(writer, places[number], heads)
                 orders[places[number].name] = order

@@ -268,7 +268,6 @@ class Generated:
         copies = CopiedOperands(
             copied_bias(spec, score.lowered, of_score, extents) if score and not alone else None,
             copies_of_heads(q, k, alone, call_arguments.processors(q.device)) if backward else 1,
-            rows=True,
         )
         of_score = copies.in_place(of_score)
         variant = Variant(spec, *lowered, of_score, learned=grad_captures, options=problem.options)
@@ -374,7 +373,7 @@ class PlannedCall:
         else:
             grad_out: Any = self.tensors[0]
             incoming = self.incoming
-            if self.copies.rows and is_copied(grad_out, *self.qkv[:2], family.aligned_bytes):
+            if is_copied(grad_out, *self.qkv[:2], family.aligned_bytes):
                 incoming = incoming._replace(grad_out=copied_rows(writer, incoming.grad_out))
                 grad_out = aligned(grad_out.shape, grad_out.dtype)
             of_call = incoming, self.needs, rungs, self.qkv[1], grad_out
