@@ -38,6 +38,7 @@ from torch import Tensor
 
 from flexmod.backends import families
 from flexmod.backends.arguments import Problem, operands
+from flexmod.backends.copies import aligned
 from flexmod.backends.triton import Rungs
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, Runs
@@ -257,7 +258,10 @@ def _unwritable(path: Path, problem: str) -> WarmFolderError:
 
 
 class VariantCall:
-    """A call of a variant on dense tensors without memory. Its plans have names for sizes.
+    """A call of a variant on tensors without memory. Its plans have names for sizes.
+
+    Rows of queries, keys, values and the output's gradient are aligned, so that plans copy none. A long call
+    of other rows launches the same kernels on its copies.
 
     `keep`: the forward keeps tensors for a backward, if the variant has one. `suffix` ends the names of
     kernels in reports, if it could and does not.
@@ -269,8 +273,8 @@ class VariantCall:
         trains = "backward" in spec.directions
         self.keep, self.suffix = keep and trains, ", no grad" if trains and not keep else ""
         self.directions: tuple[Direction, ...] = spec.directions if self.keep else ("forward",)
-        query, key = (_empty(dtype, spec.head_dim) for dtype in (spec.q_dtype, spec.k_dtype))
-        self._qkv = query, key, _empty(spec.v_dtype, spec.value_dim)
+        query, key = (_rows(dtype, spec.head_dim) for dtype in (spec.q_dtype, spec.k_dtype))
+        self._qkv = query, key, _rows(spec.v_dtype, spec.value_dim)
         score: Any = SimpleNamespace(tensors=made.score_tensors)
         self._mask = _mask_of(made)
         self._value_scale = torch.empty(2, 2, device="meta") if spec.value_scale else None
@@ -309,11 +313,10 @@ class VariantCall:
     def _tensors(self) -> dict[str, Tensor]:
         """The stand-ins for the inputs, by name."""
         query, key, value = self._qkv
-        out, lse = (
-            _empty(self.call.out_dtype or query.dtype, value.shape[3]),
-            query.new_empty(query.shape[:3], dtype=torch.float32),
-        )
-        named = {"query": query, "key": key, "value": value, "out": out, "grad_out": out, "lse": lse}
+        grad_out = _rows(self.call.out_dtype or query.dtype, value.shape[3])
+        out = torch.empty_like(grad_out, memory_format=torch.contiguous_format)
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        named = {"query": query, "key": key, "value": value, "out": out, "grad_out": grad_out, "lse": lse}
         named |= {"kept0": lse, "kept1": lse}
         if self._value_scale is not None:
             named["value_scale"] = self._value_scale
@@ -351,8 +354,8 @@ def by_family(made: Variant) -> tuple[dict[str, Plan], dict[str, str], tuple[str
     return plans, sources, tuple(lines)
 
 
-def _empty(dtype: torch.dtype, dim: int) -> Tensor:
-    return torch.empty(2, 2, LENGTH, dim, dtype=dtype, device="meta")
+def _rows(dtype: torch.dtype, dim: int) -> Tensor:
+    return aligned((2, 2, LENGTH, dim), dtype)
 
 
 def _unfilled(tensor: Tensor) -> Tensor:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+import flexmod
 from flexmod import create_block_mask, flex_attention, masks
 from flexmod.backends import arguments, families
 from flexmod.backends.copies import copies_of_heads
 from flexmod.calls import prepared
+from flexmod.codegen.spec import Direction
+from flexmod.codegen.variant import variant
 from flexmod.runtime.plan import Call, Plan
+from flexmod.tools.ahead import VariantCall
 
 INTERPRET = {"BACKEND": "INTERPRET"}
 
@@ -218,3 +223,12 @@ def test_rows_are_aligned(name: str, calls: list[str], monkeypatch: pytest.Monke
     assert (calls.count("in_aligned_rows"), calls.count("plan")) == (copies, 4)
     for ours, expected in zip(*found, strict=True):
         assert torch.equal(ours, expected) and ours.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("direction", get_args(Direction))
+def test_a_call_without_tensors_copies_none(direction: Direction, tmp_path: Path) -> None:
+    """A file of `save` has no copies, whose kernels take rows of any start."""
+    made = variant(head_dim=24, value_dim=40)
+    plan = VariantCall(made).plan(direction, made.kernels(direction))
+    assert not any(isinstance(step, Call) for step in plan.steps)
+    flexmod.compile().save(tmp_path / "attend.py", head_dim=24, value_dim=40, dtype=torch.float16)
