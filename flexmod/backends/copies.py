@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,16 +51,20 @@ class CopiedOperands:
         return tuple(aligned(x.shape, x.dtype) if number == self.bias else x for number, x in numbered)
 
     def begin(
-        self, writer: PlanWriter, call: Operands, tensors: tuple[Tensor, Tensor, Tensor], unit: int
+        self,
+        writer: PlanWriter,
+        call: Operands,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        unit: Callable[[torch.dtype], int],
     ) -> Operands:
         """Writes the copies; returns the operands with them.
 
-        `tensors` are query, key and value. Their rows are aligned if they begin at multiples of `unit` bytes.
+        `tensors` are query, key and value. Rows in a dtype are aligned at multiples of `unit(dtype)` bytes.
         """
         query, key, _ = tensors
         places, orders = [call.q, call.k, call.v], dict(call.orders)
         for number, heads in enumerate((1, self.heads, self.heads)):
-            if heads > 1 or is_copied(tensors[number], query, key, unit):
+            if heads > 1 or is_copied(tensors[number], query, key, unit(tensors[number].dtype)):
                 order = orders[places[number].name]
                 places[number] = copied_rows(writer, places[number], heads)
                 orders[places[number].name] = order
@@ -87,13 +91,13 @@ class CopiedOperands:
 def is_copied(tensor: Tensor, query: Tensor, key: Tensor, unit: int) -> bool:
     """Do kernels for rows at multiples of `unit` bytes read a copy of a tensor [B, H, length, dim] of a call?
 
-    They do if they read each row often. A copy of a broadcast tensor would take more memory than it.
+    They do if they read each row often. A copy of a broadcast tensor would take more memory than it. A vector
+    load takes an even number of elements that ends where rows end.
     """
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    if min(query.shape[2], key.shape[2]) < LONG or 0 in strides:
+    if min(query.shape[2], key.shape[2]) < LONG or 0 in strides or tensor.shape[3] % 2:
         return False
-    outer = strides if tensor.shape[3] == 1 else strides[:-1]
-    return not aligned_rows(tensor, outer, unit)
+    return not aligned_rows(tensor, strides[:-1], unit)
 
 
 def copied_bias(

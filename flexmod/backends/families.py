@@ -62,7 +62,6 @@ class Family(Protocol):
         target              the chip for which `explain` shows it
         reads_order         there, its kernels follow the order of a mask's rows and columns
         reduce_in_backward  its backward kernel reduces gradients of captures that only b and h index
-        aligned_bytes       it reads rows fast that begin at multiples of so many bytes
     """
 
     name: str
@@ -70,7 +69,9 @@ class Family(Protocol):
     target: str
     reduce_in_backward: bool
     reads_order: bool
-    aligned_bytes: int
+
+    def aligned_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the number of bytes at whose multiples rows begin that its kernels read fast."""
 
     def obstacle(
         self, variant: Variant, direction: Direction, target: str, *, deterministic: bool
@@ -373,7 +374,7 @@ class PlannedCall:
         else:
             grad_out: Any = self.tensors[0]
             incoming = self.incoming
-            if is_copied(grad_out, *self.qkv[:2], family.aligned_bytes):
+            if is_copied(grad_out, *self.qkv[:2], family.aligned_bytes(grad_out.dtype)):
                 incoming = incoming._replace(grad_out=copied_rows(writer, incoming.grad_out))
                 grad_out = aligned(grad_out.shape, grad_out.dtype)
             of_call = incoming, self.needs, rungs, self.qkv[1], grad_out

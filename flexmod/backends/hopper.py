@@ -340,9 +340,11 @@ class HopperFamily:
 
     name, title, target = NAME, "kernels made for Hopper", TARGET
     reduce_in_backward = reads_order = True
-    aligned_bytes = BYTES
     obstacle = staticmethod(obstacle)
     call_obstacle = staticmethod(call_obstacle)
     kernels = staticmethod(hopper_kernels)
     forward = staticmethod(forward)
     backward = staticmethod(backward)
+
+    def aligned_bytes(self, dtype: torch.dtype) -> int:
+        return BYTES

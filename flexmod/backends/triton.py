@@ -43,6 +43,7 @@ from flexmod.codegen.spec import (
     KernelSpec,
     statistics_rows,
 )
+from flexmod.codegen.variant import ALIGNED
 from flexmod.ir.derivative import Along
 from flexmod.runtime.plan import Extent, Place, PlanWriter, contiguous
 
@@ -333,7 +334,6 @@ class PortableFamily:
 
     name, title, target = PORTABLE, "portable Triton kernels", ""
     reduce_in_backward = reads_order = False
-    aligned_bytes = 32  # 16 elements of a half type, as Triton tells apart
     kernels = staticmethod(of_half_values)
     forward = staticmethod(forward)
     backward = staticmethod(backward)
@@ -342,3 +342,6 @@ class PortableFamily:
         return None
 
     call_obstacle = obstacle
+
+    def aligned_bytes(self, dtype: torch.dtype) -> int:
+        return ALIGNED * dtype.itemsize

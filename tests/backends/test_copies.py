@@ -13,7 +13,9 @@ from torch import Tensor
 import flexmod
 from flexmod import create_block_mask, flex_attention, masks
 from flexmod.backends import arguments, families
-from flexmod.backends.copies import copies_of_heads
+from flexmod.backends.copies import aligned as empty_aligned
+from flexmod.backends.copies import copies_of_heads, is_copied
+from flexmod.backends.hopper import HopperFamily
 from flexmod.calls import prepared
 from flexmod.codegen.spec import Direction
 from flexmod.codegen.variant import variant
@@ -201,6 +203,7 @@ ROWS: Mapping[str, tuple[Tensor, Tensor, int]] = {
     "whole": (rows(1, 2, 64, 16), rows(1, 2, 64, 16), 0),
     "by position": (rows(1, 64, 2, 16).transpose(1, 2), rows(1, 65, 2, 16).transpose(1, 2), 0),
     "24 columns": (rows(1, 2, 64, 24), rows(1, 2, 65, 24), 3 + 4),
+    "24 columns in float32": (rows(1, 2, 64, 24).float(), rows(1, 2, 65, 24).float(), 3 + 4),
     "odd rows": (rows(1, 2, 64, 17)[..., :16], rows(1, 2, 64, 17)[..., 1:], 3 + 3),
     "odd heads": (rows(1, 2, 64 * 16 + 8)[..., 8:].unflatten(2, (64, 16)), rows(1, 2, 64, 16), 1 + 1),
     "across": (rows(1, 2, 64, 16), rows(1, 2, 16, 72).mT, 2 + 2),
@@ -223,6 +226,29 @@ def test_rows_are_aligned(name: str, calls: list[str], monkeypatch: pytest.Monke
     assert (calls.count("in_aligned_rows"), calls.count("plan")) == (copies, 4)
     for ours, expected in zip(*found, strict=True):
         assert torch.equal(ours, expected) and ours.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "portable", "hopper"),
+    [
+        (torch.float16, 16, False, False),
+        (torch.float16, 72, True, False),
+        (torch.bfloat16, 100, True, True),
+        (torch.float32, 24, True, False),
+        (torch.float32, 48, False, False),
+        (torch.float8_e4m3fn, 48, False, False),
+        (torch.float8_e4m3fn, 72, True, True),
+        # no vector load takes such a row
+        (torch.float16, 65, False, False),
+        (torch.float16, 1, False, False),
+    ],
+)
+def test_which_rows_are_copied(dtype: torch.dtype, columns: int, portable: bool, hopper: bool) -> None:
+    tensor = torch.empty(2, 2, 512, columns, dtype=dtype, device="meta")
+    made = HopperFamily(), families.PORTABLE
+    copied = [is_copied(tensor, tensor, tensor, family.aligned_bytes(dtype)) for family in made]
+    assert copied == [hopper, portable]
+    assert not is_copied(empty_aligned(tensor.shape, dtype), tensor, tensor, made[1].aligned_bytes(dtype))
 
 
 @pytest.mark.parametrize("direction", get_args(Direction))

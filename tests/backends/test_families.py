@@ -47,7 +47,7 @@ class ToyKernels:
 
 class Toy:
     name, title, target = "toy", "kernels of a toy", "sm_80"
-    reduce_in_backward, reads_order, aligned_bytes = False, False, 16
+    reduce_in_backward = reads_order = False
     made: dict[Kernels, ToyKernels] = {}
 
     def obstacle(self, variant: Variant, way: str, *_: Any, **__: Any) -> str | None:
@@ -57,6 +57,9 @@ class Toy:
 
     def call_obstacle(self, q: Any, k: Any, v: Any, by_column: Any) -> str | None:
         return "a toy takes 8 heads at most" if q.shape[1] > 8 else None
+
+    def aligned_bytes(self, dtype: torch.dtype) -> int:
+        return 16
 
     def kernels(self, portable: Kernels) -> Any:
         return self.made.setdefault(portable, ToyKernels(portable))
