@@ -91,13 +91,23 @@ class CopiedOperands:
 def is_copied(tensor: Tensor, query: Tensor, key: Tensor, unit: int) -> bool:
     """Do kernels for rows at multiples of `unit` bytes read a copy of a tensor [B, H, length, dim] of a call?
 
-    They do if they read each row often. A copy of a broadcast tensor would take more memory than it. A vector
-    load takes an even number of elements that ends where rows end.
+    They do if they read each row often. A copy of a tensor that overlaps would take more memory than it. No
+    vector load takes rows of an odd number of elements.
     """
-    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    if min(query.shape[2], key.shape[2]) < LONG or 0 in strides or tensor.shape[3] % 2:
+    if min(query.shape[2], key.shape[2]) < LONG or tensor.shape[3] % 2 or overlaps(tensor):
         return False
-    return not aligned_rows(tensor, strides[:-1], unit)
+    strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1]
+    return not aligned_rows(tensor, strides, unit)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """May elements share memory, as in a tensor from `expand` or `unfold`?"""
+    end = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False
 
 
 def copied_bias(
@@ -106,14 +116,14 @@ def copied_bias(
     """Returns the number of a capture that kernels read from a copy with aligned rows, or None.
 
     Only its strides and its start keep it from being the `pair_tile`. The copy takes as long as three reads
-    of all elements, each by a load of its own; the call has these `extents`. A row or a column that is
-    expanded to all pairs is not copied: the copy could take thousands of times its memory.
+    of all elements, each by a load of its own; the call has these `extents`. A copy of a tensor that overlaps
+    could take thousands of times its memory.
     """
     few = min(extents[2:]) < POSITIONS
     if few or score.checked or pair_tile(spec, score.graph, tensors) is not None:
         return None
     reads = math.prod(extents) // (MASKED if spec.mask_block else 1)
-    often = (x.dim() > 1 and 0 not in x.stride()[-2:] and READS * x.numel() <= reads for x in tensors)
+    often = (x.dim() > 1 and not overlaps(x) and READS * x.numel() <= reads for x in tensors)
     copies = [aligned(x.shape, x.dtype) if copy else x for x, copy in zip(tensors, often, strict=True)]
     return pair_tile(spec, score.graph, copies)
 

@@ -57,7 +57,8 @@ BIASES: Mapping[str, tuple[Tensor, dict[str, Any], bool]] = {
     "odd start": (pairs(2, 70, 81)[..., 1:72], {}, True),
     "across": (pairs(2, 71, 70).mT, {}, True),
     "of all heads": (pairs(70, 71), {"batch": 2}, True),
-    "expanded": (pairs(70, 71).expand(2, 70, 71), {}, True),
+    "expanded": (pairs(70, 71).expand(2, 70, 71), {}, False),
+    "windows of a row": (pairs(2, 140).unfold(1, 71, 1), {}, False),
     "an expanded row": (pairs(2, 1, 71).expand(2, 70, 71), {}, False),
     "an expanded column": (pairs(2, 70, 1).expand(2, 70, 71), {}, False),
     "aligned": (aligned(pairs(2, 70, 71)), {}, False),
@@ -208,6 +209,7 @@ ROWS: Mapping[str, tuple[Tensor, Tensor, int]] = {
     "odd heads": (rows(1, 2, 64 * 16 + 8)[..., 8:].unflatten(2, (64, 16)), rows(1, 2, 64, 16), 1 + 1),
     "across": (rows(1, 2, 64, 16), rows(1, 2, 16, 72).mT, 2 + 2),
     "broadcast": (rows(1, 2, 64, 16), rows(1, 1, 64, 16).expand(1, 2, 64, 16), 0),
+    "windows of a row": (rows(1, 2, 64, 16), rows(1, 2, 205).unfold(2, 16, 3), 0),
     "few queries": (rows(1, 2, 63, 24), rows(1, 2, 70, 24), 0),
     "few keys": (rows(1, 2, 70, 24), rows(1, 2, 63, 24), 0),
 }
