@@ -37,16 +37,17 @@ PROGRAMS, KEYS, QUERIES = 3, 128, 3072
 
 @dataclass(frozen=True)
 class CopiedOperands:
-    """What a call copies: a capture of its score_mod, by number; how many copies of each head it makes.
+    """What a call copies for the kernels of any family.
 
-    What else it copies depends on the kernels that read it.
+        bias     the number of a capture of its score_mod, or None
+        heads    how many copies it makes of each head of keys and values
     """
 
     bias: int | None = None
     heads: int = 1
 
-    def in_place(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns a score_mod's captures, with a stand-in for the copy."""
+    def as_read(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Returns a score_mod's captures as kernels read them: the copy of `bias` is a stand-in."""
         numbered = enumerate(tensors)
         return tuple(aligned(x.shape, x.dtype) if number == self.bias else x for number, x in numbered)
 
@@ -89,10 +90,11 @@ class CopiedOperands:
 
 
 def is_copied(tensor: Tensor, query: Tensor, key: Tensor, unit: int) -> bool:
-    """Do kernels for rows at multiples of `unit` bytes read a copy of a tensor [B, H, length, dim] of a call?
+    """Do kernels read this tensor [B, H, length, dim] of a call from a copy with aligned rows?
 
-    They do if they read each row often. A copy of a tensor that overlaps would take more memory than it. No
-    vector load takes rows of an odd number of elements.
+    They read rows fast that begin at multiples of `unit` bytes. Only a long call reads each row often enough
+    for a copy. A copy of a tensor that overlaps would take more memory than it. No vector load takes rows of
+    an odd number of elements.
     """
     if min(query.shape[2], key.shape[2]) < LONG or tensor.shape[3] % 2 or overlaps(tensor):
         return False

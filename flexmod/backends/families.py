@@ -270,7 +270,7 @@ class Generated:
             copied_bias(spec, score.lowered, of_score, extents) if score and not alone else None,
             copies_of_heads(q, k, alone, call_arguments.processors(q.device)) if backward else 1,
         )
-        of_score = copies.in_place(of_score)
+        of_score = copies.as_read(of_score)
         variant = Variant(spec, *lowered, of_score, learned=grad_captures, options=problem.options)
         numbers = (score.numbers if score else (), mask.numbers if mask else ())
         call = operands(q, k, v, problem, *numbers)
