@@ -28,7 +28,8 @@ from flexmod.runtime.plan import Extent, Place, PlanWriter, cdiv, contiguous
 
 # A bias is copied if each element is read READS times or more, where a mask is taken to keep one pair of
 # MASKED. Calls of fewer than POSITIONS positions take no less time then. Other tensors are copied from LONG
-# queries and keys on.
+# queries and keys on. Of the keys in a cache, a mask may keep only as many as there are queries. Then kernels
+# read fewer rows than a copy of more than 2 * queries**2 / LONG keys.
 READS, MASKED, POSITIONS, LONG = 4, 4, 65, 512
 # Heads are copied until there are PROGRAMS programs for two processors, each with KEYS keys. Programs that
 # read fewer than QUERIES queries take less time than the copies.
@@ -92,11 +93,12 @@ class CopiedOperands:
 def is_copied(tensor: Tensor, query: Tensor, key: Tensor, unit: int) -> bool:
     """Do kernels read this tensor [B, H, length, dim] of a call from a copy with aligned rows?
 
-    They read rows fast that begin at multiples of `unit` bytes. Only a long call reads each row often enough
-    for a copy. A copy of a tensor that overlaps would take more memory than it. No vector load takes rows of
-    an odd number of elements.
+    They read rows fast that begin at multiples of `unit` bytes. A copy of a tensor that overlaps
+    would take more memory than it. No vector load takes rows of an odd number of elements.
     """
-    if min(query.shape[2], key.shape[2]) < LONG or tensor.shape[3] % 2 or overlaps(tensor):
+    queries, keys = query.shape[2], key.shape[2]
+    rarely_read = min(queries, keys) < LONG or keys * LONG > 2 * queries**2
+    if rarely_read or tensor.shape[3] % 2 or overlaps(tensor):
         return False
     strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1]
     return not aligned_rows(tensor, strides, unit)

@@ -211,6 +211,7 @@ ROWS: Mapping[str, tuple[Tensor, Tensor, int]] = {
     "broadcast": (rows(1, 2, 64, 16), rows(1, 1, 64, 16).expand(1, 2, 64, 16), 0),
     "windows of a row": (rows(1, 2, 64, 16), rows(1, 2, 205).unfold(2, 16, 3), 0),
     "few queries": (rows(1, 2, 63, 24), rows(1, 2, 70, 24), 0),
+    "a long cache": (rows(1, 1, 64, 24), rows(1, 1, 140, 24), 0),
     "few keys": (rows(1, 2, 70, 24), rows(1, 2, 63, 24), 0),
 }
 
