@@ -135,11 +135,13 @@ def copied_bias(
 def copies_of_heads(query: Tensor, key: Tensor, alone: bool, processors: int) -> int:
     """Returns how many copies of each head of keys a backward reads; `alone`: of one entry of the batch."""
     group = query.shape[1] // key.shape[1]
-    if group * query.shape[2] < QUERIES:
+    if group * query.shape[2] < QUERIES or key.shape[0] * key.shape[2] == 0:
         return 1
     programs = (1 if alone else key.shape[0]) * key.shape[1] * -(-key.shape[2] // KEYS)
-    divisors = (count for count in range(1, group) if group % count == 0)
-    return next((count for count in divisors if 2 * count * programs >= PROGRAMS * processors), group)
+    wanted = -(-PROGRAMS * processors // (2 * programs))
+    # a group of a prime number has no other divisor, and may be far too many
+    divisors = [count for count in range(1, min(group, 4 * wanted) + 1) if group % count == 0]
+    return next((count for count in divisors if count >= wanted), divisors[-1])
 
 
 def aligned_strides(shape: Sequence[Extent]) -> tuple[Extent, ...]:

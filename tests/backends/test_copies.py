@@ -131,6 +131,9 @@ def test_a_deterministic_call_copies_no_bias() -> None:
         ((8, 8), (8192, 8192), 1, 132, 1),
         ((6, 1), (2048, 1), 1, 132, 6),
         ((8, 1), (8192, 8192), 1, 1, 1),
+        ((71, 1), (8192, 8192), 3, 132, 1),  # 71 copies would be far too many
+        ((71, 1), (8192, 512), 1, 132, 71),
+        ((8, 1), (8192, 0), 1, 132, 1),
     ],
 )
 def test_how_many_copies_of_a_head(
