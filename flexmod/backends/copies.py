@@ -93,15 +93,20 @@ class CopiedOperands:
 def is_copied(tensor: Tensor, query: Tensor, key: Tensor, unit: int) -> bool:
     """Do kernels read this tensor [B, H, length, dim] of a call from a copy with aligned rows?
 
-    They read rows fast that begin at multiples of `unit` bytes. A copy of a tensor that overlaps
-    would take more memory than it. No vector load takes rows of an odd number of elements.
+    They read rows fast that begin at multiples of `unit` bytes. A copy of a tensor that overlaps would take
+    more memory than it. No vector load takes rows of an odd number of elements.
     """
     queries, keys = query.shape[2], key.shape[2]
     rarely_read = min(queries, keys) < LONG or keys * LONG > 2 * queries**2
     if rarely_read or tensor.shape[3] % 2 or overlaps(tensor):
         return False
+    return not has_aligned_rows(tensor, unit)
+
+
+def has_aligned_rows(tensor: Tensor, unit: int) -> bool:
+    """Are the rows of [B, H, length, dim] contiguous, and do they begin at multiples of `unit` bytes?"""
     strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1]
-    return not aligned_rows(tensor, strides, unit)
+    return aligned_rows(tensor, strides, unit)
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -171,8 +176,8 @@ def sum_heads(grad: Tensor, sums: Tensor) -> tuple[()]:
 
 def copied_rows(writer: PlanWriter, place: Place, heads: int = 1) -> Place:
     """Writes a copy with aligned rows, and `heads` copies of each head."""
-    first, *rest = place.shape
-    shape = (first, rest[0] * heads, *rest[1:])
+    first, second, *rest = place.shape
+    shape = (first, second * heads, *rest)
     copy = Place(f"aligned_{place.name}", shape, aligned_strides(shape), place.dtype)
     writer.call(in_aligned_rows, (place, heads), (copy,))
     return copy

@@ -30,7 +30,7 @@ from flexmod.backends.arguments import (
     value_scale_arguments,
 )
 from flexmod.backends.captured import element_buffers
-from flexmod.backends.copies import is_copied
+from flexmod.backends.copies import has_aligned_rows, is_copied
 from flexmod.backends.triton import Found, Rungs
 from flexmod.block_mask.storage import Axis, MaskSnapshot
 from flexmod.codegen.hopper import (
@@ -48,7 +48,7 @@ from flexmod.codegen.hopper import (
     wide,
 )
 from flexmod.codegen.spec import Direction, option
-from flexmod.codegen.variant import Variant, aligned_rows
+from flexmod.codegen.variant import Variant
 from flexmod.runtime.direct import COUNTER
 from flexmod.runtime.plan import Descriptor, Extent, Place, PlanWriter, Size, cdiv, if_several, least
 
@@ -111,8 +111,7 @@ def call_obstacle(q: Tensor, k: Tensor, v: Tensor, by_column: MaskSnapshot | Non
 
 def addressable(tensor: Tensor) -> bool:
     """Returns whether the TMA unit can address it: contiguous rows that begin at multiples of 16 bytes."""
-    strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False) if size > 1]
-    return aligned_rows(tensor, strides)
+    return has_aligned_rows(tensor, BYTES)
 
 
 def forward(
