@@ -93,14 +93,15 @@ class CopiedOperands:
 def is_copied(tensor: Tensor, query: Tensor, key: Tensor, unit: int) -> bool:
     """Do kernels read this tensor [B, H, length, dim] of a call from a copy with aligned rows?
 
-    They read rows fast that begin at multiples of `unit` bytes. A copy of a tensor that overlaps would take
-    more memory than it. No vector load takes rows of an odd number of elements.
+    They read rows fast that begin at multiples of `unit` bytes. Portable kernels read columns of positions as
+    fast. A copy of a tensor that overlaps would take more memory than it. No vector load takes rows of an odd
+    number of elements.
     """
     queries, keys = query.shape[2], key.shape[2]
     rarely_read = min(queries, keys) < LONG or keys * LONG > 2 * queries**2
     if rarely_read or tensor.shape[3] % 2 or overlaps(tensor):
         return False
-    return not has_aligned_rows(tensor, unit)
+    return not (has_aligned_rows(tensor, unit) or has_aligned_rows(tensor.mT, unit))
 
 
 def has_aligned_rows(tensor: Tensor, unit: int) -> bool:

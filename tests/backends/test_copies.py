@@ -211,6 +211,7 @@ ROWS: Mapping[str, tuple[Tensor, Tensor, int]] = {
     "odd rows": (rows(1, 2, 64, 17)[..., :16], rows(1, 2, 64, 17)[..., 1:], 3 + 3),
     "odd heads": (rows(1, 2, 64 * 16 + 8)[..., 8:].unflatten(2, (64, 16)), rows(1, 2, 64, 16), 1 + 1),
     "across": (rows(1, 2, 64, 16), rows(1, 2, 16, 72).mT, 2 + 2),
+    "across and aligned": (rows(1, 2, 64, 16), rows(1, 2, 16, 64).mT, 0),
     "broadcast": (rows(1, 2, 64, 16), rows(1, 1, 64, 16).expand(1, 2, 64, 16), 0),
     "windows of a row": (rows(1, 2, 64, 16), rows(1, 2, 205).unfold(2, 16, 3), 0),
     "few queries": (rows(1, 2, 63, 24), rows(1, 2, 70, 24), 0),
