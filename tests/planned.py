@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -65,10 +66,11 @@ def forward(
 def backward(
     kernels: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
     grad_lse: Tensor | None, needs: tuple[bool, bool, bool], kept: Sequence[Tensor] = (), *, scale: float,
-    mask: Any = None, score_captured: Mod = NOTHING, shape: Shape | None = None,
+    mask: Any = None, score_captured: Mod = NOTHING, shape: Shape | None = None, copied_heads: bool = False,
 ) -> Gradients:  # fmt: skip
     """Gradients by the kernels, and the sums for what the score_mod captures."""
     call, _ = _call(q, k, v, scale, mask, score_captured)
+    call = replace(call, copied_heads=copied_heads)
     captured = tuple(score_captured.tensors)
     given = BackwardInputs(grad_out, grad_lse, q, k, v, out, lse, tuple(kept), captured)
     incoming = arguments.incoming(call, given.in_order(), len(kept))

@@ -179,6 +179,7 @@ class Operands:
     """A plan's inputs as places, in order, and its run-time numbers.
 
     q [B, HQ, M, D], k [KV_B, HKV, N, D], v [KV_B, HKV, N, DV]; `orders` has the order of each one's strides.
+    `copied_heads`: heads of k and v are copies, whose gradients will be summed, and keep digits for it.
     Places stand for the tensors of the mask and for the mods' captured tensors.
     """
 
@@ -193,6 +194,7 @@ class Operands:
     inputs: tuple[Place | None, ...] = ()
     out_dtype: torch.dtype | None = None
     value_scale: Place | None = None
+    copied_heads: bool = False
 
     @property
     def of_mask(self) -> tuple[Place | None, ...]:
@@ -204,10 +206,13 @@ class Operands:
         """The extents B, HQ, M and N."""
         return (*self.q.shape[:3], self.k.shape[2])
 
-    def like(self, writer: PlanWriter, name: str, place: Place) -> Place:
-        """Allocates a tensor like q, k or v, in the same order of strides."""
-        strides = strides_in_order(place.shape, place.shape[3], self.orders[place.name])
-        return writer.empty(name, place.shape, place.dtype, strides)
+    def like(
+        self, writer: PlanWriter, name: str, place: Place, dtype: torch.dtype | None = None, heads: int = 1
+    ) -> Place:
+        """Allocates a tensor like q, k or v, in the same order of strides, with `heads` for each head."""
+        shape = (place.shape[0], place.shape[1] * heads, *place.shape[2:])
+        strides = strides_in_order(shape, shape[3], self.orders[place.name])
+        return writer.empty(name, shape, dtype or place.dtype, strides)
 
     def results(
         self, writer: PlanWriter, kept: Sequence[str], want_max: bool, keep: bool

@@ -70,7 +70,8 @@ class CopiedOperands:
                 order = orders[places[number].name]
                 places[number] = copied_rows(writer, places[number], heads)
                 orders[places[number].name] = order
-        call = replace(call, q=places[0], k=places[1], v=places[2], orders=orders)
+        copied_heads = self.heads > 1
+        call = replace(call, q=places[0], k=places[1], v=places[2], orders=orders, copied_heads=copied_heads)
         if self.bias is None:
             return call
         captures = list(call.score_captured.tensors)
@@ -170,7 +171,7 @@ def in_aligned_rows(tensor: Tensor, heads: int) -> tuple[Tensor]:
 
 
 def sum_heads(grad: Tensor, sums: Tensor) -> tuple[()]:
-    """Adds neighbouring heads of `grad` in float32, as many as it has for each head of `sums`."""
+    """Adds neighbouring heads of `grad`, as many as it has for each head of `sums`, in float32."""
     torch.sum(grad.unflatten(1, (sums.shape[1], -1)), 2, out=sums)
     return ()
 

@@ -214,8 +214,9 @@ def backward(
     batch, heads, length, keys = call.extents
     kv_batch, kv_heads = k.shape[:2]
     pitch = _pitch(length, call.mask)
-    grad_k = call.like(writer, "grad_key", k)
-    grad_v = call.like(writer, "grad_value", v)
+    summands = 2 if call.copied_heads else 1
+    grad_k = call.like(writer, "grad_key", k, heads=summands)
+    grad_v = call.like(writer, "grad_value", v, heads=summands)
     rows = batch * heads * pitch
     lse2, delta = writer.empty("lse2", (rows,)), writer.empty("delta", (rows,))
     row = sum_row(spec.head_tile)
@@ -258,6 +259,7 @@ def backward(
         "B": batch,
         "KV_B": kv_batch,
         "PITCH": pitch,
+        "SUMMANDS": summands,
     }
     # whole blocks if the mask has an order: see `count_tiles`
     whole = spec.mask_block[1] if spec.mask_block and order.get("Q_ORDER") is not None else 1

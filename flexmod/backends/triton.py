@@ -202,8 +202,9 @@ def backward(
     if by_key:
         # without captured terms the kernel always computes both gradients
         both = not captures.column
-        grad_k = call.like(writer, "grad_key", call.k) if needs[1] or both else None
-        grad_v = call.like(writer, "grad_value", call.v) if needs[2] or both else None
+        dtype = torch.float32 if call.copied_heads else None
+        grad_k = call.like(writer, "grad_key", call.k, dtype) if needs[1] or both else None
+        grad_v = call.like(writer, "grad_value", call.v, dtype) if needs[2] or both else None
         columns, sums["column"] = sum_buffers(writer, captures.column, (batch, heads, keys))
         shared_batch, shared_heads = call.k.shape[:2]
         own = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flexmod
 from flexmod import create_block_mask, flex_attention, masks
-from flexmod.backends import arguments, families
+from flexmod.backends import arguments, copies, families
 from flexmod.backends.copies import aligned as empty_aligned
 from flexmod.backends.copies import copies_of_heads, is_copied
 from flexmod.backends.hopper import HopperFamily
@@ -121,7 +121,7 @@ def test_a_deterministic_call_copies_no_bias() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "shape", "entries", "processors", "copies"),
+    ("heads", "shape", "entries", "processors", "count"),
     [
         ((8, 1), (8192, 8192), 1, 132, 4),
         ((8, 2), (8192, 8192), 1, 132, 2),
@@ -137,10 +137,10 @@ def test_a_deterministic_call_copies_no_bias() -> None:
     ],
 )
 def test_how_many_copies_of_a_head(
-    heads: tuple[int, int], shape: tuple[int, int], entries: int, processors: int, copies: int
+    heads: tuple[int, int], shape: tuple[int, int], entries: int, processors: int, count: int
 ) -> None:
     query, key = (torch.empty(entries, *size, 64, device="meta") for size in zip(heads, shape, strict=True))
-    assert copies_of_heads(query, key, False, processors) == copies
+    assert copies_of_heads(query, key, False, processors) == count
     of_one = copies_of_heads(query[:1], key[:1], False, processors)
     assert copies_of_heads(query, key, True, processors) == of_one
 
@@ -162,6 +162,13 @@ def test_copies_of_heads(
     """Two copies of each of two heads serve two query heads."""
     monkeypatch.setattr(arguments, "processors", lambda device: 5 - entries_of_keys)
     monkeypatch.setattr("flexmod.backends.copies.QUERIES", 0)
+    summed, sum_heads = [], copies.sum_heads
+
+    def watch(grad: Tensor, sums: Tensor) -> tuple[()]:
+        summed.append(grad.dtype)
+        return sum_heads(grad, sums)
+
+    monkeypatch.setattr(copies, "sum_heads", watch)
     score_mod, mask_mod, learned, dtype = HEADS[name]
     sizes = ((2, 50, 4), (entries_of_keys, 60, 2), (entries_of_keys, 60, 2))
     generator = torch.Generator().manual_seed(1)
@@ -174,8 +181,9 @@ def test_copies_of_heads(
         grads = torch.autograd.grad(out, (*given, *learned), grad_out.to(precision))
         found.append((out, *grads))
     assert [grad.stride() for grad in found[0][1:4]] == [x.stride() for x in inputs]
-    copies = [name for name in calls if name.endswith(("rows", "heads"))]
-    assert copies == ["in_aligned_rows"] * 2 + ["sum_heads"] * 2
+    made = [name for name in calls if name.endswith(("rows", "watch"))]
+    assert made == ["in_aligned_rows"] * 2 + ["watch"] * 2
+    assert summed == [torch.float32] * 2  # a copy's gradient is not rounded
     limit = 1e-5 if dtype is torch.float32 else 1e-2
     for ours, exact in zip(*found, strict=True):
         assert (ours - exact).norm() < limit * exact.norm()

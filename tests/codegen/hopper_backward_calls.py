@@ -184,8 +184,9 @@ class Call:
         return peak, torch.where(dead, torch.inf, 0.0).float()
 
     def run(
-        self, out: Tensor, lse: Tensor, changed: Callable[[str], str] = lambda text: text, seed: int = 0
-    ) -> list[Tensor]:
+        self, out: Tensor, lse: Tensor, changed: Callable[[str], str] = lambda text: text, seed: int = 0,
+        copied_heads: bool = False,
+    ) -> list[Tensor]:  # fmt: skip
         """The gradients that the kernels make, in the order of the truth's."""
         case = self.case
         q, k, v = self.inputs
@@ -217,7 +218,7 @@ class Call:
             found = planned.backward(
                 kernels, q, k, v, out.to(case.dtype), lse.float(), self.grad_out,
                 self.grad_lse, (True, True, True), self.kept(lse), scale=case.scale, mask=mask,
-                shape=shape, score_captured=of_score,
+                shape=shape, score_captured=of_score, copied_heads=copied_heads,
             )  # fmt: skip
         gradients = [found.query, found.key, found.value]
         if wanted:

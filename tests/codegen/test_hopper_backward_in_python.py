@@ -141,6 +141,20 @@ def test_it_ends_and_agrees_with_dense_attention(case: Case) -> None:
 
 
 @pytest.mark.parametrize("shape", [APART, DELAYED, TOGETHER], ids=str)
+def test_gradients_of_copied_heads_are_two_numbers_each(shape: BackwardShape) -> None:
+    """The second one is what the first was rounded by."""
+    case = Case("", "", shape, dims(shape), (70, 65), heads=(4, 2), batch=(2, 1), dtype=torch.bfloat16)
+    call = Call(case)
+    out, lse, _ = call.truth()
+    rounded = call.run(out, lse)[1:]
+    for one, both in zip(rounded, call.run(out, lse, copied_heads=True)[1:], strict=True):
+        first, second = both[:, ::2], both[:, 1::2]
+        assert torch.equal(first, one)
+        assert (second.abs() <= first.abs() * 2**-8).all()
+        assert second.count_nonzero() > 0.9 * second.numel()
+
+
+@pytest.mark.parametrize("shape", [APART, DELAYED, TOGETHER], ids=str)
 def test_in_any_order_of_turns(shape: BackwardShape) -> None:
     call = Call(Case("", "", shape, dims(shape), (260, 65), heads=(2, 1)))
     out, lse, exact = call.truth()

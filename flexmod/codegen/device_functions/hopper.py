@@ -286,10 +286,21 @@ def add_part(
 
 
 @gluon.jit
+def summand(x, dtype: gl.constexpr, NUMBER: gl.constexpr):
+    """x in a dtype (number 0), or the rest of x (number 1): both together have twice the digits."""
+    rounded = x.to(dtype)
+    if NUMBER == 1:
+        rest = x - rounded
+        rounded = gl.where(rest - rest == 0.0, rest, 0.0).to(dtype)  # infinity has no rest
+    return rounded
+
+
+@gluon.jit
 def store_sums(
-    GRAD_K, GRAD_V, at, CONSUMER: gl.constexpr, k_tiles, v_tiles, parts_of_grad_k, grad_v, scale, done
-):
-    """Stores dK and dV of a consumer's 64 keys, which are `at` (batch, head, key).
+    GRAD_K, GRAD_V, at, CONSUMER: gl.constexpr, k_tiles, v_tiles, parts_of_grad_k, grad_v, scale, done,
+    SUMMANDS: gl.constexpr,
+):  # fmt: skip
+    """Stores dK and dV of a consumer's 64 keys, which are `at` (batch, head, key), as SUMMANDS heads each.
 
     When both consumers are done with keys and values, the results take their place. A part of dK has up to
     128 columns.
@@ -298,10 +309,42 @@ def store_sums(
     own_v = v_tiles.index(0).reshape([128, v_tiles.shape[4]]).slice(CONSUMER * 64, 64, 0)
     mbarrier.arrive(done, count=1)
     mbarrier.wait(done, 0)
-    for number in gl.static_range(len(parts_of_grad_k)):
-        part = parts_of_grad_k[number]
-        own_k.slice(number * 128, part.shape[1], 1).store((part * scale).to(k_tiles.dtype))
-    own_v.store(grad_v.to(v_tiles.dtype))
-    fence_async_shared()
-    store_tile(GRAD_K, [at[0], at[1], at[2], 0], k_tiles.index(0).slice(CONSUMER * 64, 64, 2))
-    store_tile(GRAD_V, [at[0], at[1], at[2], 0], v_tiles.index(0).slice(CONSUMER * 64, 64, 2))
+    for number in gl.static_range(SUMMANDS):
+        for place in gl.static_range(len(parts_of_grad_k)):
+            part = parts_of_grad_k[place]
+            own_k.slice(place * 128, part.shape[1], 1).store(summand(part * scale, k_tiles.dtype, number))
+        own_v.store(summand(grad_v, v_tiles.dtype, number))
+        fence_async_shared()
+        head = at[1] * SUMMANDS + number
+        store_tile(GRAD_K, [at[0], head, at[2], 0], k_tiles.index(0).slice(CONSUMER * 64, 64, 2))
+        store_tile(GRAD_V, [at[0], head, at[2], 0], v_tiles.index(0).slice(CONSUMER * 64, 64, 2))
+        stores_read()
+
+
+@gluon.jit
+def store_columns(
+    GRAD_K, GRAD_V, at, CONSUMER: gl.constexpr, k_tiles, v_tiles, own, grad_k, grad_v, done,
+    SUMMANDS: gl.constexpr,
+):  # fmt: skip
+    """Stores dK and dV of 64 keys, like `store_sums`, of consumers that each have some columns of both.
+
+    `own`: the place of these columns in the tiles. One consumer stores dK, the other dV.
+    """
+    own_k, own_v = own
+    mbarrier.arrive(done, count=1)
+    mbarrier.wait(done, 0)
+    for number in gl.static_range(SUMMANDS):
+        own_k.store(summand(grad_k, k_tiles.dtype, number))
+        own_v.store(summand(grad_v, v_tiles.dtype, number))
+        fence_async_shared()
+        mbarrier.arrive(done, count=1)
+        mbarrier.wait(done, 1)
+        head = at[1] * SUMMANDS + number
+        if CONSUMER == 0:
+            store_tile(GRAD_K, [at[0], head, at[2], 0], k_tiles.index(0))
+        else:
+            store_tile(GRAD_V, [at[0], head, at[2], 0], v_tiles.index(0))
+        stores_read()
+        if number + 1 < SUMMANDS:
+            mbarrier.arrive(done, count=1)
+            mbarrier.wait(done, 0)
