@@ -131,26 +131,25 @@ _NARROW: dict[KernelName, Tile] = {"forward": Tile(64, 64, 4, 3), "dq": Tile(64,
 # Programs share the keys of a tile, or one has all of them.
 _DECODING = {64: (128, 4, 3), 128: (64, 4, 3), 256: (64, 4, 2), 512: (32, 4, 2)}
 _DECODING_WHOLE = {**_DECODING, 128: (128, 4, 2)}
-# float32 products without tensor cores: a thread keeps whole rows of its operands, and spills soon. On AMD's
-# chips a thread has twice the registers with four warps as with eight.
+# float32 products without tensor cores: a thread keeps whole rows of its operands, and spills in all of these
+# tiles. So they are in the order of their times on an H200, and any may spill as much as it does. The keys of
+# a tile, or queries for dK and dV, are added up one by one: sums of 64 would be faster, but less accurate. On
+# AMD's chips a thread has twice the registers with four warps as with eight.
 _IEEE: _Table = {
     "forward": {
-        64: ((64, 32, 8, 2), (32, 32, 8, 2), (16, 16, 4, 1)),
-        128: ((32, 16, 8, 2), (16, 16, 4, 1)),
-        256: ((32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 4, 1)),
-        512: ((16, 32, 8, 1), (16, 16, 4, 1)),
+        64: ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
+        128: ((64, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)),
+        512: ((16, 16, 4, 2), (16, 16, 4, 1)),
     },
     "dq": {
-        64: ((64, 32, 8, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
-        128: ((32, 16, 8, 2), (16, 16, 4, 1)),
-        256: ((16, 16, 8, 1), (16, 16, 4, 1)),
-        512: ((16, 16, 8, 1), (16, 16, 4, 1)),
+        64: ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
+        128: ((64, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)),
+        512: ((16, 16, 4, 2), (16, 16, 4, 1)),
     },
     "dkdv": {
-        64: ((32, 32, 8, 2), (16, 16, 4, 1)),
-        128: ((16, 32, 8, 2), (16, 16, 4, 1)),
-        256: ((16, 16, 8, 1), (16, 16, 4, 1)),
-        512: ((16, 16, 8, 1), (16, 16, 4, 1)),
+        64: ((32, 32, 2, 2), (16, 16, 4, 1)),
+        128: ((32, 16, 2, 2), (16, 16, 4, 2), (16, 16, 4, 1)),
+        512: ((16, 16, 4, 2), (16, 16, 4, 1)),
     },
     "diagonal": {
         64: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 4, 1)),
@@ -159,6 +158,8 @@ _IEEE: _Table = {
         512: ((16, 16, 8, 1),),
     },
 }
+_IEEE_SPILLS = 100_000
+_IEEE_DECODING = {64: (32, 4, 2), 128: (64, 8, 2), 256: (16, 4, 2), 512: (16, 4, 2)}
 # kernel_options for a side of a tile. torch's numbers are 1 for the dK/dV kernel and 2 for the dQ kernel.
 # The number 3 is ours, for the kernels that compute only gradients of captured tensors.
 _SIDES: dict[KernelName, tuple[str, str]] = {
@@ -193,13 +194,18 @@ def ladder(
     single = _IEEE if spec.precision == "ieee" else _TF32
     table = single if spec.q_dtype is torch.float32 else _HALF
     widest = max(spec.head_tile, spec.value_tile)
-    tried = [Tile(*row) for row in table[_like(kernel)][min(max(widest, 64), 512)]]
+    rows = table[_like(kernel)]
+    rows_of_width = rows[min(width for width in rows if width >= min(widest, 512))]
+    passing = _IEEE_SPILLS if table is _IEEE else 0
+    tried = [Tile(*row, passing) for row in rows_of_width]
     if spec.decoding is not None:
         sides = _DECODING if spec.split else _DECODING_WHOLE
         column = widest * spec.k_dtype.itemsize // 2  # of a half type
+        if table is _IEEE:
+            sides, column = _IEEE_DECODING, widest
         few, (block_n, warps, stages) = spec.decoding.rows, sides[min(max(column, 64), 512)]
         # twice the warps have twice the registers, if four spill
-        tried = [Tile(few, block_n, warps, stages), Tile(few, block_n, 8, 2), *tried]
+        tried = [Tile(few, block_n, warps, stages, passing), Tile(few, block_n, 8, 2, passing), *tried]
     elif table is _HALF and (small := _small(spec, _like(kernel), widest, busy)):
         tried.insert(0, small)
     if waits_for_score:
