@@ -778,7 +778,7 @@ def test_comparisons_of_lengths_in_a_mod() -> None:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("fullgraph", [False, True])
-@pytest.mark.parametrize("error", [errors.MutationError, errors.RandomNumberError])
+@pytest.mark.parametrize("error", [errors.MutationError, errors.RandomNumberError, errors.ReductionError])
 def test_what_a_mod_may_not_do_keeps_its_class(error: Any, fullgraph: bool) -> None:
     """Where graphs may break, the call runs without one and says what is wrong; else TorchDynamo does."""
     noise = torch.zeros(LENGTH)
@@ -790,7 +790,11 @@ def test_what_a_mod_may_not_do_keeps_its_class(error: Any, fullgraph: bool) -> N
     def draws(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return score + torch.rand(())
 
-    mod = writes if error is errors.MutationError else draws
+    def reduces(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return torch.softmax(score, -1)
+
+    refused = {errors.MutationError: writes, errors.RandomNumberError: draws, errors.ReductionError: reduces}
+    mod = refused[error]
     compiled = torch.compile(lambda *x: attend(*x, mod), backend="eager", fullgraph=fullgraph)
     told, message = (torch._dynamo.exc.Unsupported, error.instead.split(",")[0]) if fullgraph else (error, "")
     with pytest.raises(told, match=message):

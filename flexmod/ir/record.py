@@ -34,7 +34,7 @@ from flexmod.errors import ConstantError, ForgottenGraphError, GraphNumberError
 from flexmod.errors.base import a_type
 from flexmod.ir import advice
 from flexmod.ir.evaluate import on_device
-from flexmod.ir.formulas import FUNCTIONS, draws, writes
+from flexmod.ir.formulas import FUNCTIONS, REDUCTIONS, draws, writes
 from flexmod.ir.graph import CARRIER, Graph, expect_size
 from flexmod.ir.ops import with_default
 from flexmod.ir.proxy import Proxy, capture_of, plain_number
@@ -110,7 +110,7 @@ class Recorder(TorchFunctionMode):
         if name in METADATA and isinstance(args[0], Tensor):
             return self._called(func, args, kwargs)
         if not known:
-            raise errors.UnknownOperationError(operation=f"torch.{name}", advice=advice.ELEMENTWISE)
+            raise _refusal(name)
         noted = tuple([(key, self.noted(value)) for key, value in kwargs.items()])
         without_gradient = self.differentiates and not torch.is_grad_enabled()
         self.steps.append((name, self.noted(args), noted, without_gradient))
@@ -266,13 +266,21 @@ class Record:
         return read(self.result)
 
 
+def _refusal(name: str) -> errors.FlexmodError:
+    """Returns the error for a function that no trace accepts."""
+    if name in REDUCTIONS:
+        return errors.ReductionError(operation=f"torch.{name}")
+    return errors.UnknownOperationError(operation=f"torch.{name}", advice=advice.ELEMENTWISE)
+
+
 def _function(name: str) -> Callable[..., Any]:
     """Finds a torch function, an operator or a method by TorchDynamo's name for it.
 
-    Raises UnknownOperationError if no trace accepts it: the name may come from a saved program.
+    Raises UnknownOperationError or ReductionError if no trace accepts it: the name may come from a saved
+    program.
     """
     if not _is_known(name):
-        raise errors.UnknownOperationError(operation=f"torch.{name}", advice=advice.ELEMENTWISE)
+        raise _refusal(name)
     if name.startswith("__"):  # `torch.__eq__` compares modules
         straight = getattr(operator, name, None)
         if straight is not None:

@@ -161,7 +161,7 @@ def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 def _times(tracer: Tracer, name: str, operands: tuple[Any, ...], alpha: Any) -> tuple[Any, ...]:
     """Multiplies the second of two operands by alpha, in the dtype of both, as torch does."""
-    if isinstance(alpha, (int, float)) and alpha == 1:  # not a tensor: its value is unknown
+    if type(alpha) in (int, float) and alpha == 1:  # not a tensor: its value is unknown
         return operands
     nodes = [tracer.node(operand, name) for operand in operands]
     common, factor = strong(promote(*(node.dtype for node in nodes))), tracer.node(alpha, name)
@@ -169,6 +169,11 @@ def _times(tracer: Tracer, name: str, operands: tuple[Any, ...], alpha: Any) -> 
         raise errors.OperationArgumentError(
             operation=f"torch.{name}", problem="integers and a floating-point alpha", where=user_line(),
             advice=f"multiply the operand yourself, e.g. torch.{name}(x, 0.5 * y).",
+        )  # fmt: skip
+    if factor.dtype in (bool, torch.bool) and common is not torch.bool:
+        raise errors.OperationArgumentError(
+            operation=f"torch.{name}", problem="numbers and a Boolean alpha", where=user_line(),
+            advice="give it a number, e.g. alpha=1.",
         )  # fmt: skip
     tracer.check_fits(name, factor, common)
     if nodes[1].dtype is float:

@@ -1281,6 +1281,16 @@ def a_fraction_of_an_integer(b, h, q_idx, kv_idx):
 
 @row(
     errors.OperationArgumentError,
+    "torch.add was called with numbers and a Boolean alpha.",
+    "give it a number, e.g. alpha=1.",
+    kind="score",
+)
+def a_truth_value_as_factor(s, b, h, q, k):
+    return torch.add(s, q, alpha=True)  # <-
+
+
+@row(
+    errors.OperationArgumentError,
     "torch.add was called with the argument 'alpha'.",
     "give it 2 scalar operands and nothing else.",
     kind="score",
