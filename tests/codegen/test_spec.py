@@ -11,6 +11,7 @@ import torch
 
 from flexmod.codegen.ladder import SHORT, ShortRow, ladder, short_length
 from flexmod.codegen.spec import (
+    Decoding,
     KernelName,
     KernelSpec,
     Limits,
@@ -122,6 +123,20 @@ def test_a_small_tile_may_spill(spills: int, chosen: int) -> None:
     found = choose(tiles, lambda tile: Verdict(spills if tile.passing else 0), Limits(passing=64))
     assert found.rung == tiles[chosen]
     assert choose(tiles[::-1], lambda tile: Verdict(65), Limits(passing=64)).rung == tiles[0]
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 256, 512])
+@pytest.mark.parametrize(
+    ("kernel", "few"),
+    [("forward", None), ("forward", Decoding(16, group=4, split=False)), ("dq", None), ("dkdv", None)],
+)
+def test_exact_float32_takes_its_first_tile_however_much_it_spills(
+    dim: int, kernel: KernelName, few: Decoding | None
+) -> None:
+    spec = replace(SPEC.of_dtype(torch.float32), head_dim=dim, value_dim=dim, decoding=few)
+    tiles = ladder(spec, kernel, {})
+    assert choose(tiles, lambda tile: Verdict(5000), Limits(passing=64)).rung == tiles[0]
+    assert few is None or tiles[0].block_m == few.rows
 
 
 def test_delta_is_summed_in_the_order_of_dq() -> None:
