@@ -13,6 +13,7 @@ from plain_gluon.language import names
 from plain_gluon.memory import Pointer, Shared
 from plain_gluon.order import Program
 from plain_gluon.tasks import Tasks
+from plain_gluon.tiles import tile
 
 from flexmod.codegen import device_functions
 
@@ -45,6 +46,22 @@ def test_a_ring_turns_its_phase_when_it_begins_again(hopper: dict[str, Any], sta
         seen.append((slot, phase))
         slot, phase = hopper["advance"](slot, phase, stages)
     assert seen == [(place, turn) for turn in (1, 0, 1) for place in range(stages)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_summands_have_twice_the_digits(hopper: dict[str, Any], dtype: torch.dtype) -> None:
+    numbers = torch.randn(64, generator=torch.Generator().manual_seed(1)).double()
+    first, second = (torch.from_numpy(hopper["summand"](tile(numbers.numpy()), dtype, n)) for n in (0, 1))
+    assert torch.equal(first, numbers.to(dtype).double())
+    digit = torch.finfo(dtype).eps / 2
+    assert ((first + second - numbers).abs() <= digit**2 * numbers.abs() + 2**-25).all()
+    assert second.count_nonzero() == 64
+
+
+def test_infinity_and_nan_have_no_rest(hopper: dict[str, Any]) -> None:
+    odd = tile(np.array([np.inf, -np.inf, np.nan, 1e6]))  # float16 has no 1e6
+    with np.errstate(invalid="ignore"):
+        assert np.array_equal(hopper["summand"](odd, torch.float16, 1), np.zeros(4))
 
 
 def kinds_of(seed: int, rows: int = 6, columns: int = 5) -> list[list[int]]:
