@@ -295,11 +295,10 @@ def compiled(
     texts = (kernels.score, portable.captures.by_kernel(portable.grad)["dkdv"], portable.mask)
     signature |= dict.fromkeys(("LSE", "ROW_MAX", "REST", "ROW_MAXIMA", "LARGE"), "*fp32") | {"scale": "fp32"}
     signature |= {p.name: type_of(p) for mod in texts if mod for p in mod.parameters}
-    constants: dict[str, object] = {**shape.arguments(), **({"SUMMANDS": 1} if backward else {})}
+    constants: dict[str, object] = dict(shape.arguments())
     options: dict[str, Any] = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     kernel = getattr(kernels.module, f"{way}_kernel")
-    if not backward:
-        constants["MAX_SCORES"] = None
+    constants |= {"SUMMANDS": 1} if backward else {"MAX_SCORES": None}
     for name in kernel.arg_names:
         if name not in constants:
             kind = (
