@@ -179,7 +179,7 @@ class Operands:
     """A plan's inputs as places, in order, and its run-time numbers.
 
     q [B, HQ, M, D], k [KV_B, HKV, N, D], v [KV_B, HKV, N, DV]; `orders` has the order of each one's strides.
-    `copied_heads`: heads of k and v are copies, whose gradients will be summed, and keep digits for it.
+    `copied_heads`: k and v have copies of heads, whose gradients are to be summed, so they get more digits.
     Places stand for the tensors of the mask and for the mods' captured tensors.
     """
 

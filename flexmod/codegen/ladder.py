@@ -139,16 +139,19 @@ _IEEE: _Table = {
     "forward": {
         64: ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
         128: ((64, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)),
+        256: ((16, 16, 4, 2), (16, 16, 4, 1)),
         512: ((16, 16, 4, 2), (16, 16, 4, 1)),
     },
     "dq": {
         64: ((64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1)),
         128: ((64, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)),
+        256: ((16, 16, 4, 2), (16, 16, 4, 1)),
         512: ((16, 16, 4, 2), (16, 16, 4, 1)),
     },
     "dkdv": {
         64: ((32, 32, 2, 2), (16, 16, 4, 1)),
         128: ((32, 16, 2, 2), (16, 16, 4, 2), (16, 16, 4, 1)),
+        256: ((16, 16, 4, 2), (16, 16, 4, 1)),
         512: ((16, 16, 4, 2), (16, 16, 4, 1)),
     },
     "diagonal": {
@@ -159,7 +162,7 @@ _IEEE: _Table = {
     },
 }
 _IEEE_SPILLS = 100_000
-_IEEE_DECODING = {64: (32, 4, 2), 128: (64, 8, 2), 256: (16, 4, 2), 512: (16, 4, 2)}
+_IEEE_DECODING = {64: (32, 4, 2), 128: (32, 4, 2), 256: (64, 8, 2), 512: (16, 4, 2)}
 # kernel_options for a side of a tile. torch's numbers are 1 for the dK/dV kernel and 2 for the dQ kernel.
 # The number 3 is ours, for the kernels that compute only gradients of captured tensors.
 _SIDES: dict[KernelName, tuple[str, str]] = {
@@ -194,15 +197,11 @@ def ladder(
     single = _IEEE if spec.precision == "ieee" else _TF32
     table = single if spec.q_dtype is torch.float32 else _HALF
     widest = max(spec.head_tile, spec.value_tile)
-    rows = table[_like(kernel)]
-    rows_of_width = rows[min(width for width in rows if width >= min(widest, 512))]
     passing = _IEEE_SPILLS if table is _IEEE else 0
-    tried = [Tile(*row, passing) for row in rows_of_width]
+    tried = [Tile(*row, passing) for row in table[_like(kernel)][min(max(widest, 64), 512)]]
     if spec.decoding is not None:
-        sides = _DECODING if spec.split else _DECODING_WHOLE
+        sides = _IEEE_DECODING if table is _IEEE else _DECODING if spec.split else _DECODING_WHOLE
         column = widest * spec.k_dtype.itemsize // 2  # of a half type
-        if table is _IEEE:
-            sides, column = _IEEE_DECODING, widest
         few, (block_n, warps, stages) = spec.decoding.rows, sides[min(max(column, 64), 512)]
         # twice the warps have twice the registers, if four spill
         tried = [Tile(few, block_n, warps, stages, passing), Tile(few, block_n, 8, 2, passing), *tried]

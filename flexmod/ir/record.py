@@ -41,7 +41,7 @@ from flexmod.ir.proxy import Proxy, capture_of, plain_number
 from flexmod.ir.torch_calls import CONCRETE, OF_SCALARS
 from flexmod.ir.trace import Traced, trace
 from flexmod.ir.vectors import NAMES as OF_VECTORS
-from flexmod.ir.vectors import converting_row, reduces
+from flexmod.ir.vectors import converting_row, reduces, reduction_error
 from flexmod.runtime.locks import Lock
 from flexmod.runtime.private_torch import (
     RECORDED_DIMENSIONS,
@@ -269,7 +269,7 @@ class Record:
 def _refusal(name: str) -> errors.FlexmodError:
     """Returns the error for a function that no trace accepts."""
     if name in REDUCTIONS:
-        return errors.ReductionError(operation=f"torch.{name}")
+        return reduction_error(name)
     return errors.UnknownOperationError(operation=f"torch.{name}", advice=advice.ELEMENTWISE)
 
 

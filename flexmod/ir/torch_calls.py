@@ -78,8 +78,7 @@ def call(tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if bare in COMPOSED:
         return _composed(tracer, bare, args, kwargs)
     if bare in REDUCTIONS:
-        name = "@" if bare == "matmul" else f"torch.{bare}"
-        raise errors.ReductionError(operation=name, where=user_line())
+        raise vectors.reduction_error(bare, user_line())
     if bare in CONCRETE:
         raise errors.ConcreteValueError(operation=f".{bare}()", where=user_line(), advice=advice.SYMBOLIC)
     tables = [tracer.name_of(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
@@ -149,7 +148,7 @@ def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[st
         operands = tuple(tracer.cast(a, torch.float64) for a in operands)
     arity = BY_TORCH_NAME[name].arity
     if name in ("min", "max") and (len(operands) == 1 or isinstance(operands[1], int)):
-        raise errors.ReductionError(operation=f"torch.{name}", where=user_line())
+        raise vectors.reduction_error(name, user_line())
     if len(operands) != arity or any(v is not None for v in options.values()):
         problem = f"the argument {min(options)!r}" if options else counted(len(operands), "operand")
         raise errors.OperationArgumentError(

@@ -298,6 +298,11 @@ def reduces(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return name in NAMES and not (of_two and name in ("max", "min"))
 
 
+def reduction_error(name: str, where: errors.Where | None = None) -> errors.ReductionError:
+    """Returns the error for a reduction that a mod cannot make."""
+    return errors.ReductionError(operation="@" if name == "matmul" else f"torch.{name}", where=where)
+
+
 def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Reduces, multiplies or makes vectors. Raises ReductionError for what has more than MOST elements."""
     named = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
@@ -305,7 +310,7 @@ def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any])
     first, *rest = [*args, *(named.pop(key) for key in keys if key in named)]
     if name in MADE:
         return _made(tracer, name, first, *rest, **named)
-    refusal = errors.ReductionError(operation="@" if name == "matmul" else f"torch.{name}", where=user_line())
+    refusal = reduction_error(name, user_line())
     operands = [first, *rest] if name in PRODUCTS else [first]
     if not all(is_wide(x) and 0 < math.prod(x.shape) <= MOST for x in operands):
         raise refusal
