@@ -17,7 +17,7 @@ from flexmod.backends import arguments, decoding
 from flexmod.calls import prepared
 from flexmod.codegen.spec import Decoding
 
-HALF, BRAIN = torch.float16, torch.bfloat16
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 Mods = tuple[Any, Any]
 
 
@@ -116,7 +116,19 @@ CASES = {
     "table": Few(mods=table, m=2),
     "soft-cap": Few(mods=softcap, m=4, dtype=BRAIN),
     "holes": Few(mods=holes, m=2, group=1),
+    "one query, single": Few(dtype=SINGLE, n=701, batch=2),
+    "three queries, single": Few(dtype=SINGLE, m=3, mods=last, dims=(64, 64)),
+    "window, single": Few(dtype=SINGLE, m=2, n=1500, mods=window, dims=(128, 128)),
+    "wide heads, single": Few(dtype=SINGLE, dims=(192, 128), heads=4, kv_heads=1, n=600),
+    "wider heads, single": Few(dtype=SINGLE, dims=(320, 16), heads=4, kv_heads=1, n=600),
+    "several tiles, single": Few(
+        dtype=SINGLE, m=130, n=530, heads=2, kv_heads=1, rows=64, group=1, mods=last
+    ),
+    "table, single": Few(dtype=SINGLE, mods=table, m=2),
+    "soft-cap, single": Few(dtype=SINGLE, mods=softcap, m=4),
+    "dead rows, single": Few(dtype=SINGLE, m=3, n=900, mods=dead),
     "large scores": Few(m=2, dtype=BRAIN, factor=3000.0),
+    "large scores, single": Few(m=2, dtype=SINGLE, factor=3000.0),
 }
 
 

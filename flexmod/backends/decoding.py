@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import Tensor, int32
+from torch import Tensor, float32, int32
 
 from flexmod import errors
 from flexmod.backends.arguments import Operands, grid, order_of, processors, strided
@@ -97,7 +97,7 @@ def has_few(q: Tensor, k: Tensor, available: int = 0) -> bool:
     """
     batch, heads, length, dim = q.shape
     keys = k.shape[2]
-    if q.dtype not in (*HALF, *FLOAT8) or keys <= SHORTEST or not q.numel():
+    if q.dtype not in (*HALF, *FLOAT8, float32) or keys <= SHORTEST or not q.numel():
         return False
     tiles: Any = grid(batch, heads, length, MOST_ROWS)
     few_tiles = tiles <= (available if dim <= 64 else available // 2) and keys > PER_TILE * tiles
@@ -178,12 +178,11 @@ def begin(writer: PlanWriter, kernels: Kernels, target: ForwardTarget) -> Forwar
     programs = grid(batch, heads, length, MOST_ROWS)
     parts = _parts(kernels.options, programs, keys, Size("PROCESSORS"))
     shape = (batch, parts, heads, length)
-    row_max, rest = writer.empty("row_max", shape), writer.empty("rest", shape)
     part_max = None if target.max_scores is None else writer.empty("part_max", shape)
     part_out = writer.empty("part_out", (*shape, target.out.shape[3]))
     flat = replace(part_out, shape=(batch * parts, *part_out.shape[2:]), strides=part_out.strides[1:])
-    statistics = {"ROW_MAX": row_max, "REST": rest, "PARTS": parts}
-    return ForwardTarget(call, flat, part_max, statistics, batch * parts)
+    statistics = {name: writer.empty(name.lower(), shape) for name in kernels.kept}
+    return ForwardTarget(call, flat, part_max, {**statistics, "PARTS": parts}, batch * parts)
 
 
 def finish(
@@ -197,6 +196,7 @@ def finish(
     raw = kernels.score is None and spec.positive_scale
     arguments = {
         "PART_OUT": target.out,
+        **dict.fromkeys(("REST", "TOTAL")),
         **target.statistics,
         "PART_MAX": target.max_scores,
         **strided("OUT", "o", "m", packed(out, spec.decoding.group)),

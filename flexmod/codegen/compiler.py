@@ -353,7 +353,7 @@ def kernels_for(
     `grad_captures`: the score_mod's captures that get gradients. `reduce_in_backward`: a family's backward
     kernel makes their sums. `family`: chips whose instructions the portable kernels may use.
     """
-    derived, of_distances = score, None
+    spec, derived, of_distances = spec.on(family), score, None
     few_pairs = 0 < spec.short <= 128 or spec.decoding is not None
     if score and not few_pairs:
         score, derived, of_distances = with_distances(score, grad_captures, spec.backward)

@@ -15,7 +15,7 @@ from flexmod.ir.ops import HALF
 # Rows are (BLOCK_M, BLOCK_N, warps, stages) by the padded head dimension, the wider of q's and v's. A list
 # begins with the fastest tile and continues with tiles for less shared memory: 99 KB on small cards, 64 KB on
 # AMD's. One stage costs registers if operands pass through them, so two stages of a smaller tile come first.
-_Table = dict[KernelName, dict[int, tuple[tuple[int, int, int, int], ...]]]
+_Table = dict[KernelName, dict[int, tuple[tuple[int, int, int, int] | tuple[int, int, int, int, int], ...]]]
 _HALF: _Table = {
     "forward": {
         64: ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1)),
@@ -161,8 +161,29 @@ _IEEE: _Table = {
         512: ((16, 16, 8, 1),),
     },
 }
-_IEEE_SPILLS = 100_000
-_IEEE_DECODING = {64: (32, 4, 2), 128: (32, 4, 2), 256: (64, 8, 2), 512: (16, 4, 2)}
+# Six products in bfloat16 for one in float32, for heads of up to 256 columns, see `KernelSpec.on`. Threads
+# have all parts of their operands in registers. So these spill too, and are in the order of their times.
+_BF16X6: _Table = {
+    "forward": {
+        64: ((64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+        128: ((128, 64, 8, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((128, 16, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+    },
+    "dq": {
+        64: ((64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+        128: ((128, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+        256: ((64, 16, 4, 1), (16, 16, 4, 1)),
+    },
+    "dkdv": {
+        64: ((32, 128, 8, 1), (32, 64, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
+        128: ((32, 32, 4, 1), (16, 64, 4, 1), (16, 16, 4, 1)),
+        256: ((16, 16, 4, 2), (16, 16, 4, 1)),
+    },
+    "diagonal": _TF32["diagonal"],
+}
+_SINGLE = {"ieee": _IEEE, "tf32": _TF32, "bf16x6": _BF16X6}
+_SPILLS = 100_000
+_SINGLE_DECODING = {64: (32, 4, 2), 128: (32, 4, 2), 256: (64, 8, 2), 512: (16, 4, 2)}
 # kernel_options for a side of a tile. torch's numbers are 1 for the dK/dV kernel and 2 for the dQ kernel.
 # The number 3 is ours, for the kernels that compute only gradients of captured tensors.
 _SIDES: dict[KernelName, tuple[str, str]] = {
@@ -194,13 +215,12 @@ def ladder(
         OptionValueError: a tile side does not divide the mask's blocks, or the keys of a tile along diagonals
             do not divide its queries.
     """
-    single = _IEEE if spec.precision == "ieee" else _TF32
-    table = single if spec.q_dtype is torch.float32 else _HALF
+    table = _SINGLE[spec.precision] if spec.q_dtype is torch.float32 else _HALF
     widest = max(spec.head_tile, spec.value_tile)
-    passing = _IEEE_SPILLS if table is _IEEE else 0
+    passing = _SPILLS if spec.exact else 0
     tried = [Tile(*row, passing) for row in table[_like(kernel)][min(max(widest, 64), 512)]]
     if spec.decoding is not None:
-        sides = _IEEE_DECODING if table is _IEEE else _DECODING if spec.split else _DECODING_WHOLE
+        sides = _SINGLE_DECODING if spec.exact else _DECODING if spec.split else _DECODING_WHOLE
         column = widest * spec.k_dtype.itemsize // 2  # of a half type
         few, (block_n, warps, stages) = spec.decoding.rows, sides[min(max(column, 64), 512)]
         # twice the warps have twice the registers, if four spill

@@ -76,6 +76,7 @@ def render(
         head=facts.pop("head", None) or head_lines(spec, score, mask),
         single=spec.q_dtype is torch.float32,
         exact=spec.exact,
+        compensates=spec.compensates,
         in_pairs=score is not None and device_functions.in_pairs(score.text, target),
         min_fixed_max=min_fixed_max(spec, score.bounds) if score else None,
         lowest_score=score.bounds[0] * math.log2(math.e) if score else None,

@@ -53,7 +53,7 @@ class KernelSpec:
         mask_block          (queries, keys) of a block of the mask; None if every tile runs
         mask_form           the mask has ranges of blocks (`block_mask/tiles.py`) or lists of single blocks
         full_tiles_padded   full blocks may reach past an end
-        precision           tl.dot's input_precision for float32
+        precision           tl.dot's input_precision for float32, see `on`
         positive_scale      permits the running maximum of raw scores
         shared_kv           several query heads, or the whole batch, read one head of keys
         out_dtype           the output's dtype; None for the queries'
@@ -75,7 +75,7 @@ class KernelSpec:
     mask_block: tuple[int, int] | None = None
     mask_form: Literal["runs", "lists"] = "runs"
     full_tiles_padded: bool = False
-    precision: Literal["ieee", "tf32"] = "ieee"
+    precision: Literal["ieee", "tf32", "bf16x6"] = "ieee"
     positive_scale: bool = True
     shared_kv: bool = False
     backward: bool = False
@@ -97,8 +97,22 @@ class KernelSpec:
 
     @property
     def exact(self) -> bool:
-        """Are inputs and products float32? Then sums are compensated, and the lse alone is not enough."""
-        return self.q_dtype is torch.float32 and self.precision == "ieee"
+        """Are inputs float32, and products as accurate? Then the lse alone is not enough for a backward."""
+        return self.q_dtype is torch.float32 and self.precision != "tf32"
+
+    @property
+    def compensates(self) -> bool:
+        """Are products in float32 themselves? Then sums over tiles are compensated."""
+        return self.exact and self.precision == "ieee"
+
+    def on(self, family: str) -> KernelSpec:
+        """The spec for a family of chips. NVIDIA's make a product in float32 of six in bfloat16.
+
+        A number in float32 is the sum of three in bfloat16. Of their nine products, three are below the last
+        digit of the first. Threads have no registers for the parts of wider heads.
+        """
+        sums = family == "nvidia" and self.exact and max(self.head_tile, self.value_tile) <= 256
+        return replace(self, precision="bf16x6") if sums else self
 
     @property
     def direction(self) -> Direction:

@@ -35,7 +35,7 @@ from flexmod.ir.graph import UNIFORM, ExpectedSize, Graph, dtype_name, used_capt
 from flexmod.ir.passes import Extents
 from flexmod.runtime.compiler_bugs import wrong
 from flexmod.runtime.plan import Size
-from flexmod.runtime.target import OLDEST
+from flexmod.runtime.target import OLDEST, family_of
 from flexmod.tools import standalone_functions
 from flexmod.tools.ahead import VariantCall, first_tile
 from flexmod.tools.standalone_text import (
@@ -166,7 +166,7 @@ class File:
     tiles: dict[KernelName, Tile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        v = self.variant
+        self.variant = v = replace(self.variant, spec=self.variant.spec.on(family_of(self.target)))
         score, mask = v.score, v.mask
         graph = score.graph if score else None
         derived, distances = score, None

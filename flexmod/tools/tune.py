@@ -22,7 +22,7 @@ from flexmod.codegen.spec import SMALLEST_TILE, Direction, KernelName, Tile
 from flexmod.codegen.variant import variant
 from flexmod.errors.base import TuneDeviceError
 from flexmod.runtime import tuned
-from flexmod.runtime.target import target_of
+from flexmod.runtime.target import family_of, target_of
 from flexmod.runtime.tuned import Choice
 from flexmod.tools.comparison import block_mask_of, median_ms, random_inputs
 from flexmod.tools.mod_names import Mods, Setting
@@ -198,7 +198,9 @@ def _searches(mods: Mods, setting: Setting) -> Iterator[Search]:
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
         family, _ = serving(made, direction, target)
-        kernels: Any = kernels_of(family, made, direction)
+        interpreted = target == INTERPRETER
+        chips = "" if interpreted else family_of(target)
+        kernels: Any = kernels_of(family, made, direction, chips, interpreted)
         if family is not PORTABLE:
             rungs = (Choice({direction: rung}) for rung in kernels.choices(direction))
             yield Search(direction, direction, (0, 1, 2), [Choice(), *rungs, Choice(family=PORTABLE.name)])

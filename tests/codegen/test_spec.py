@@ -40,6 +40,28 @@ def test_float8_has_no_backward(name: str) -> None:
     assert replace(SPEC, **{name: torch.float8_e4m3fn}).directions == ("forward",)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "dims", "family", "expected"),
+    [
+        (torch.float32, "ieee", (64, 64), "nvidia", "bf16x6"),
+        (torch.float32, "ieee", (136, 256), "nvidia", "bf16x6"),
+        (torch.float32, "ieee", (257, 64), "nvidia", "ieee"),
+        (torch.float32, "ieee", (64, 257), "nvidia", "ieee"),
+        (torch.float32, "ieee", (64, 64), "", "ieee"),
+        (torch.float32, "tf32", (64, 64), "nvidia", "tf32"),
+        (torch.bfloat16, "ieee", (64, 64), "nvidia", "ieee"),
+    ],
+)
+def test_precision_of_a_family(
+    dtype: torch.dtype, precision: Any, dims: tuple[int, int], family: str, expected: str
+) -> None:
+    spec = KernelSpec(dtype, dtype, dtype, *dims, precision=precision).on(family)
+    assert spec.precision == expected
+    exact = dtype is torch.float32 and precision == "ieee"
+    assert (spec.exact, spec.compensates) == (exact, exact and expected == "ieee")
+    assert spec.on(family) == spec
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("block", [None, (16, 16), (48, 128), (64, 64), (128, 128), (1024, 256)], ids=str)
 def test_tiles_divide_the_blocks_of_the_mask(kernel: KernelName, block: tuple[int, int] | None) -> None:

@@ -89,6 +89,14 @@ def test_float32_of_head_dim_512_has_a_rung_on_hopper() -> None:
         assert report.fits, report
 
 
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_exact_products_of_float32_are_made_of_products_in_bfloat16(kernel: KernelName) -> None:
+    spec = spec_of(torch.float32, 64).on("nvidia")
+    report = compiled(spec, kernel, ladder(spec, kernel, {})[-1], "sm_80")
+    assert report.matrix_instructions.get("HMMA", 0) > 0, report
+    assert ".bf16.bf16" in report.asm["ptx"] and ".tf32" not in report.asm["ptx"]
+
+
 table = torch.zeros(4, 64, 64, requires_grad=True)
 LEARNED: dict[KernelName, Any] = {
     "diagonal": lambda s, b, h, q_idx, kv_idx: s + table[h, 0, q_idx - kv_idx + 63],

@@ -200,7 +200,7 @@ def statistics_kernel(
 @triton.jit(do_not_specialize=["HQ", "M", "PARTS"])
 def combine_kernel(
     PART_OUT,  # [B, PARTS, HQ, M, DV] float32
-    ROW_MAX, REST, PART_MAX,  # [B, PARTS, HQ, M] float32, from the forward. PART_MAX may be None.
+    ROW_MAX, REST, TOTAL, PART_MAX,  # [B, PARTS, HQ, M] float32, from the forward; all but ROW_MAX may be None
     OUT, stride_ob, stride_oh, stride_om, stride_od,  # [B, HQ, M, DV]
     LSE,  # [B, HQ, M] float32, natural logarithm
     MAX_SCORES,  # [B, HQ, M] float32, or None
@@ -210,23 +210,34 @@ def combine_kernel(
     WIDTH: tl.constexpr,  # columns at a time
     BITS: tl.constexpr,  # there are up to 2^BITS parts
 ):
-    """Merges the parts of a query by their lse in base 2, which is ROW_MAX * unit * LOG2E + REST."""
+    """Merges the parts of a query by their lse in base 2, which is ROW_MAX * unit * LOG2E + REST.
+
+    Exact kernels keep TOTAL instead, which is 2^REST. An empty part's ROW_MAX is -inf there.
+    """
     batch, head, row = tile_of_queries(HQ, M, 1, LAST_FIRST=False)
     parts = tl.arange(0, 2**BITS)
     there = parts < PARTS
     of_parts = ((tl.cast(batch, tl.int64) * PARTS + parts) * HQ + head) * M + row  # [2^BITS]
-    rest = tl.load(REST + of_parts, mask=there, other=float("inf"))
-    row_max = tl.load(ROW_MAX + of_parts, mask=there, other=0.0)
-    alive = rest != float("inf")
+    row_max = tl.load(ROW_MAX + of_parts, mask=there, other=float("-inf"))
+    if TOTAL is None:
+        rest = tl.load(REST + of_parts, mask=there, other=float("inf"))
+        alive = rest != float("inf")
+    else:
+        alive = row_max != float("-inf")
     # The difference of two large scores is exact; two large lse would lose it.
     base = tl.max(tl.where(alive, row_max, float("-inf")), 0)
     dead = base == float("-inf")
     base = tl.where(dead, 0.0, base)
-    lse2 = tl.where(alive, (row_max - base) * (unit * LOG2E) + rest, float("-inf"))
-    shift = tl.where(dead, 0.0, tl.max(lse2, 0))
-    weights = tl.exp2(lse2 - shift)
+    lse2 = (row_max - base) * (unit * LOG2E)
+    if TOTAL is None:
+        lse2 = tl.where(alive, lse2 + rest, float("-inf"))
+        shift = tl.where(dead, 0.0, tl.max(lse2, 0))
+        weights = tl.exp2(lse2 - shift)
+    else:
+        shift = 0.0  # the largest lse2
+        weights = tl.exp2(lse2) * tl.load(TOTAL + of_parts, mask=there, other=0.0)
     total = tl.where(dead, 1.0, tl.sum(weights, 0))
-    weights = weights / total
+    weights = tl.div_rn(weights, tl.broadcast_to(total, weights.shape))
     for first in range(0, DV, WIDTH):
         dims = first + tl.arange(0, WIDTH)
         inside = dims < DV
