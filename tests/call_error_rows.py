@@ -1321,9 +1321,10 @@ OPTION_MISTAKES: list[Row] = [
     (
         errors.DecodeBackendError,
         lambda: decode(x(dtype=torch.float16)),
-        'BACKEND="TRITON_DECODE" cannot run this call: it has 32 queries in float16 and 32 keys.\n'
-        "  Instead: leave BACKEND out: without gradients, flexmod takes this kernel for few queries in "
-        "float16 or bfloat16 on more than 64 keys, unless others take less time.",
+        'BACKEND="TRITON_DECODE" cannot run this call: it has 32 queries, 32 keys and heads of 16 columns in '
+        "float16.\n"
+        "  Instead: leave BACKEND out: without gradients, flexmod takes this kernel for few queries on more "
+        "than 64 keys, in float32 with heads of up to 128 columns, unless others take less time.",
     ),
     (
         errors.BackendDeviceError,

@@ -119,8 +119,8 @@ CASES = {
     "one query, single": Few(dtype=SINGLE, n=701, batch=2),
     "three queries, single": Few(dtype=SINGLE, m=3, mods=last, dims=(64, 64)),
     "window, single": Few(dtype=SINGLE, m=2, n=1500, mods=window, dims=(128, 128)),
-    "wide heads, single": Few(dtype=SINGLE, dims=(192, 128), heads=4, kv_heads=1, n=600),
-    "wider heads, single": Few(dtype=SINGLE, dims=(320, 16), heads=4, kv_heads=1, n=600),
+    "wide values, single": Few(dtype=SINGLE, dims=(96, 192), heads=4, kv_heads=1, n=600),
+    "one query of wide heads, single": Few(dtype=SINGLE, dims=(128, 128), n=1000, batch=2),
     "several tiles, single": Few(
         dtype=SINGLE, m=130, n=530, heads=2, kv_heads=1, rows=64, group=1, mods=last
     ),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_cases import BRAIN, CASES, HALF, check, fill
+from decoding_cases import BRAIN, CASES, HALF, SINGLE, check, fill
 from torch import Tensor
 
 from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_attention, masks, mods
@@ -155,14 +155,17 @@ def test_the_same_call_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "keys", "why"),
+    ("keep", "keys", "dim", "dtype", "why"),
     [
-        (True, 700, "gradients are wanted"),
-        (False, 64, "it has 2 queries in float16 and 64 keys"),
+        (True, 700, 16, HALF, "gradients are wanted"),
+        (False, 64, 16, HALF, "it has 2 queries, 64 keys and heads of 16 columns in float16"),
+        (False, 700, 129, SINGLE, "it has 2 queries, 700 keys and heads of 129 columns in float32"),
     ],
 )
-def test_a_call_that_asks_for_these_kernels(keep: bool, keys: int, why: str) -> None:
-    q, k, v = (torch.randn(1, 2, n, 16, dtype=HALF) for n in (2, keys, keys))
+def test_a_call_that_asks_for_these_kernels(
+    keep: bool, keys: int, dim: int, dtype: torch.dtype, why: str
+) -> None:
+    q, k, v = (torch.randn(1, 2, n, dim, dtype=dtype) for n in (2, keys, keys))
     problem = Problem(None, None, None, 1.0, (("BACKEND", "TRITON_DECODE"),))
     if keep:
         INTERPRETED.forward(problem, (q, k, v), want_max=False, keep=False)

@@ -271,15 +271,15 @@ def test_tiles_are_chosen_for_a_chip(target: str) -> None:
     assert set(tiles["TILES"]) == {"forward", "dq", "dkdv"}
 
 
-@pytest.mark.parametrize(("target", "precision"), [("sm_80", "bf16x6"), ("gfx942", "ieee")])
+@pytest.mark.parametrize(("target", "precision"), [("sm_80", "PRECISION"), ("gfx942", '"ieee"')])
 def test_products_of_float32_follow_the_chip(
     target: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = sys.modules["flexmod.tools.standalone"]
     monkeypatch.setattr(module, "first_tile", lambda _, kernels, name, target: chosen(name, target))
     text = standalone(head_dim=16, dtype=torch.float32, target=target)
-    assert set(re.findall(r'input_precision="(\w+)"', text)) == {precision}
-    assert ("grad_q_lost" in text) == (precision == "ieee")
+    assert set(re.findall(r"input_precision=([^)]*)", text)) == {precision}
+    assert ('else "bf16x6")' in text) == ("grad_q_lost" not in text) == (precision == "PRECISION")
 
 
 def chosen(name: KernelName, target: str) -> Built:

@@ -47,6 +47,9 @@ LEAST, EQUAL, MOST_PARTS, PROGRAMS = 128, 512, 128, 2
 # If parts save a program fewer keys, the merge takes longer than those.
 SAVED = 768
 
+# The widest heads in float32: the parts of wider ones do not fit a thread's registers.
+WIDEST_SINGLE = 128
+
 # The columns of the output that a program merges at a time.
 WIDTH = 64
 
@@ -76,8 +79,8 @@ def decoding(q: Tensor, k: Tensor, mask: MaskSnapshot | None, options: Mapping[s
 def _obstacle(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> str | None:
     """Returns why a call is not one of few queries, or None if it is."""
     if not has_few(q, k, 0 if _is_deterministic(options) else processors(q.device)):
-        queries = f"{counted(q.shape[2], 'query')} in {dtype_name(q.dtype)}"
-        return f"it has {queries} and {counted(k.shape[2], 'key')}"
+        heads = f"heads of {q.shape[3]} columns in {dtype_name(q.dtype)}"
+        return f"it has {counted(q.shape[2], 'query')}, {counted(k.shape[2], 'key')} and {heads}"
     name = other_kernels(options)
     if name is not None:
         return f"kernel option {name} asks for other kernels"
@@ -90,14 +93,15 @@ def other_kernels(options: Mapping[str, Any]) -> str | None:
 
 
 def has_few(q: Tensor, k: Tensor, available: int = 0) -> bool:
-    """Returns whether there are few queries [B, HQ, M, D] on many keys [B or 1, HKV, N, D]; not in float32.
+    """Returns whether there are few queries [B, HQ, M, D] on many keys [B or 1, HKV, N, D].
 
     Few tiles are few queries, too: at most half as many as there are `available` processors, or as many where
     heads are narrow.
     """
     batch, heads, length, dim = q.shape
     keys = k.shape[2]
-    if q.dtype not in (*HALF, *FLOAT8, float32) or keys <= SHORTEST or not q.numel():
+    known = q.dtype in (*HALF, *FLOAT8) or q.dtype == float32 and dim <= WIDEST_SINGLE
+    if not known or keys <= SHORTEST or not q.numel():
         return False
     tiles: Any = grid(batch, heads, length, MOST_ROWS)
     few_tiles = tiles <= (available if dim <= 64 else available // 2) and keys > PER_TILE * tiles

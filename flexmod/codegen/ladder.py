@@ -183,7 +183,6 @@ _BF16X6: _Table = {
 }
 _SINGLE = {"ieee": _IEEE, "tf32": _TF32, "bf16x6": _BF16X6}
 _SPILLS = 100_000
-_SINGLE_DECODING = {64: (32, 4, 2), 128: (32, 4, 2), 256: (64, 8, 2), 512: (16, 4, 2)}
 # kernel_options for a side of a tile. torch's numbers are 1 for the dK/dV kernel and 2 for the dQ kernel.
 # The number 3 is ours, for the kernels that compute only gradients of captured tensors.
 _SIDES: dict[KernelName, tuple[str, str]] = {
@@ -220,8 +219,9 @@ def ladder(
     passing = _SPILLS if spec.exact else 0
     tried = [Tile(*row, passing) for row in table[_like(kernel)][min(max(widest, 64), 512)]]
     if spec.decoding is not None:
-        sides = _SINGLE_DECODING if spec.exact else _DECODING if spec.split else _DECODING_WHOLE
-        column = widest * spec.k_dtype.itemsize // 2  # of a half type
+        sides = _DECODING if spec.split or spec.exact else _DECODING_WHOLE
+        dtype = spec.q_dtype if spec.exact else spec.k_dtype
+        column = max(widest, 64) * dtype.itemsize // 2  # of a half type
         few, (block_n, warps, stages) = spec.decoding.rows, sides[min(max(column, 64), 512)]
         # twice the warps have twice the registers, if four spill
         tried = [Tile(few, block_n, warps, stages, passing), Tile(few, block_n, 8, 2, passing), *tried]

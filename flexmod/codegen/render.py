@@ -75,6 +75,7 @@ def render(
         texts=_with_prelude(*mods, single=spec.exact, target=target),
         head=facts.pop("head", None) or head_lines(spec, score, mask),
         single=spec.q_dtype is torch.float32,
+        precision=facts.pop("precision", None) or f'"{spec.precision}"',
         exact=spec.exact,
         compensates=spec.compensates,
         in_pairs=score is not None and device_functions.in_pairs(score.text, target),

@@ -101,9 +101,14 @@ class KernelSpec:
         return self.q_dtype is torch.float32 and self.precision != "tf32"
 
     @property
-    def compensates(self) -> bool:
-        """Are products in float32 themselves? Then sums over tiles are compensated."""
-        return self.exact and self.precision == "ieee"
+    def compensates(self) -> tuple[str, ...]:
+        """The sums of products that are compensated: all of products that are made in float32.
+
+        Of products in bfloat16 only those over several heads: torch adds up heads in a tree.
+        """
+        if not self.exact or self.precision == "bf16x6" and not self.shared_kv:
+            return ()
+        return ("out", "grad_q", "grad_k", "grad_v") if self.precision == "ieee" else ("grad_k", "grad_v")
 
     def on(self, family: str) -> KernelSpec:
         """The spec for a family of chips. NVIDIA's make a product in float32 of six in bfloat16.

@@ -23,8 +23,8 @@ class FlashBackendError(FlexmodError, NotImplementedError):
 class DecodeBackendError(FlexmodError, NotImplementedError):
     what = 'BACKEND="TRITON_DECODE" cannot run this call: {why}.'
     instead = (
-        "leave BACKEND out: without gradients, flexmod takes this kernel for few queries in float16 or "
-        "bfloat16 on more than 64 keys, unless others take less time."
+        "leave BACKEND out: without gradients, flexmod takes this kernel for few queries on more than 64 keys, "
+        "in float32 with heads of up to 128 columns, unless others take less time."
     )
 
 

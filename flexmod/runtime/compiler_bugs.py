@@ -31,7 +31,7 @@ WrongProducts = type[RoundedProductsError] | type[MisaddressedProductsError]
 
 def wrong(kernels: Made, asm: Mapping[str, Any]) -> WrongProducts | None:
     """Returns the error for a kernel that the compilers made wrong, or None."""
-    if kernels.spec.compensates and "kind::tf32" in asm.get("ptx", ""):
+    if kernels.spec.exact and "kind::tf32" in asm.get("ptx", ""):
         return RoundedProductsError
     if misaddressed(asm.get("cubin", b"")):
         return MisaddressedProductsError

@@ -217,6 +217,7 @@ class File:
             spec, kernels.score, kernels.mask, kernels.grad, self.captures, kernels.by_distance,
             "standalone.jinja",
             head=self.head(),
+            precision="PRECISION" if spec.precision == "bf16x6" else None,
             shared=_shared,
             quotes=self.quoted,
             usual_scale=self.scale,

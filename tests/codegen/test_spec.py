@@ -57,8 +57,10 @@ def test_precision_of_a_family(
 ) -> None:
     spec = KernelSpec(dtype, dtype, dtype, *dims, precision=precision).on(family)
     assert spec.precision == expected
-    exact = dtype is torch.float32 and precision == "ieee"
-    assert (spec.exact, spec.compensates) == (exact, exact and expected == "ieee")
+    assert spec.exact == (dtype is torch.float32 and precision == "ieee")
+    assert ("out" in spec.compensates) == (spec.exact and expected == "ieee")
+    of_heads = replace(spec, shared_kv=True)
+    assert ("grad_v" in of_heads.compensates) == spec.exact
     assert spec.on(family) == spec
 
 

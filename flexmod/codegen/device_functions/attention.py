@@ -264,6 +264,21 @@ def compensated(total, lost, term):
 
 
 @triton.jit
+def products_of_rows(a, b, PRECISION: tl.constexpr):
+    """a [M, D] times the transpose of b [N, D]; sums of 32 products each are added up in a tree.
+
+    One sum of D products has the errors of D additions. A product of one row, in torch, has fewer.
+    """
+    if a.shape[1] <= 32:
+        product = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    else:
+        a0, a1 = tl.split(tl.reshape(a, [a.shape[0], a.shape[1] // 2, 2]))
+        b0, b1 = tl.split(tl.reshape(b, [b.shape[0], b.shape[1] // 2, 2]))
+        product = products_of_rows(a0, b0, PRECISION) + products_of_rows(a1, b1, PRECISION)
+    return product
+
+
+@triton.jit
 def exponential(x):
     """e^x up to 1, more accurate than the chip's: 2^n exactly, times a series for the rest of x."""
     x = tl.maximum(x, -200.0, propagate_nan=tl.PropagateNan.ALL)  # e^-200 is 0; removes -inf
