@@ -15,7 +15,7 @@ from flexmod.ir.ops import HALF
 # Rows are (BLOCK_M, BLOCK_N, warps, stages) by the padded head dimension, the wider of q's and v's. A list
 # begins with the fastest tile and continues with tiles for less shared memory: 99 KB on small cards, 64 KB on
 # AMD's. One stage costs registers if operands pass through them, so two stages of a smaller tile come first.
-_Table = dict[KernelName, dict[int, tuple[tuple[int, int, int, int] | tuple[int, int, int, int, int], ...]]]
+_Table = dict[KernelName, dict[int, tuple[tuple[int, int, int, int], ...]]]
 _HALF: _Table = {
     "forward": {
         64: ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 1)),

@@ -200,7 +200,7 @@ def statistics_kernel(
 @triton.jit(do_not_specialize=["HQ", "M", "PARTS"])
 def combine_kernel(
     PART_OUT,  # [B, PARTS, HQ, M, DV] float32
-    ROW_MAX, REST, TOTAL, PART_MAX,  # [B, PARTS, HQ, M] float32, from the forward; all but ROW_MAX may be None
+    ROW_MAX, REST, TOTAL, PART_MAX,  # [B, PARTS, HQ, M] float32, the forward. All but ROW_MAX may be None.
     OUT, stride_ob, stride_oh, stride_om, stride_od,  # [B, HQ, M, DV]
     LSE,  # [B, HQ, M] float32, natural logarithm
     MAX_SCORES,  # [B, HQ, M] float32, or None
