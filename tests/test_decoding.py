@@ -171,3 +171,16 @@ def test_a_call_that_asks_for_these_kernels(
         INTERPRETED.forward(problem, (q, k, v), want_max=False, keep=False)
     with pytest.raises(errors.DecodeBackendError, match=f"cannot run this call: {why}"):
         INTERPRETED.forward(problem, (q, k, v), want_max=False, keep=keep)
+
+
+@pytest.mark.parametrize("dim", [32, 64])
+def test_float32_queries_on_float8_keys_and_values(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernels read float8, and convert it to the queries' dtype."""
+    fill(monkeypatch, 16)
+    q = torch.randn(1, 4, 2, dim)
+    k, v = (torch.randn(1, 2, 700, dim).to(torch.float8_e4m3fn) for _ in range(2))
+    call = INTERPRETED.forward(Problem(None, None, None, 0.2), (q, k, v), want_max=False, keep=False)
+    out = call.run((q, k, v))[0]
+    key, value = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    exact = torch.softmax(q.double() @ key.mT * 0.2, -1) @ value
+    assert out is not None and (out.double() - exact).norm() < 3e-7 * exact.norm()

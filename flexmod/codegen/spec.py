@@ -140,7 +140,7 @@ class KernelSpec:
     @property
     def weight_dtype(self) -> torch.dtype:
         """The dtype of the weights in their product with the values. float16 holds float8 exactly."""
-        if self.v_dtype in FLOAT8:
+        if self.v_dtype in FLOAT8 and self.q_dtype is not torch.float32:
             return torch.float16
         return self.v_dtype if self.q_dtype in FLOAT8 else self.q_dtype
 
