@@ -258,7 +258,8 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
     else:
         lines.append("    mask           none: every tile runs")
     if spec.q_dtype is torch.float32:
-        lines.append(f"    float32 dots   {spec.precision}")
+        made = ", each of six in bfloat16" if spec.precision == "bf16x6" else ""
+        lines.append(f"    float32 dots   {spec.precision}{made}")
     lines += [
         "",
         "Shapes: B batch, HQ query heads, HKV heads of keys and values, M queries, N keys, Qb and KVb blocks",
