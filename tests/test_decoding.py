@@ -184,3 +184,32 @@ def test_float32_queries_on_float8_keys_and_values(dim: int, monkeypatch: pytest
     key, value = (x.double().repeat_interleave(2, 1) for x in (k, v))
     exact = torch.softmax(q.double() @ key.mT * 0.2, -1) @ value
     assert out is not None and (out.double() - exact).norm() < 3e-7 * exact.norm()
+
+
+def scaled(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * 0.5
+
+
+def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 5 * torch.tanh(score / 5)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE], ids=str)
+@pytest.mark.parametrize("score_mod", [None, scaled, capped])
+@pytest.mark.parametrize("first", [0, 500])
+def test_a_query_of_nan(dtype: torch.dtype, score_mod: Any, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chip's maximum ignores nan; some programs see a mask that keeps nothing."""
+    fill(monkeypatch, 16)
+    q, k, v = (torch.randn(1, 2, n, 32, dtype=dtype) for n in (2, 700, 700))
+    q[0, 1, 1, 3] = torch.nan
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: kv_idx >= first, 1, 1, 2, 700, device="cpu")
+    results = [
+        flex_attention(
+            q, k, v, score_mod, mask,
+            return_aux=AuxRequest(lse=True, max_scores=True), kernel_options={"BACKEND": backend},
+        )
+        for backend in ("INTERPRET", "REFERENCE")
+    ]  # fmt: skip
+    (out, aux), (exact, exact_aux) = results
+    for found, expected in ((out, exact), (aux.lse, exact_aux.lse), (aux.max_scores, exact_aux.max_scores)):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2, equal_nan=True)

@@ -212,22 +212,23 @@ def combine_kernel(
 ):
     """Merges the parts of a query by their lse in base 2, which is ROW_MAX * unit * LOG2E + REST.
 
-    Exact kernels keep TOTAL instead, which is 2^REST. An empty part's ROW_MAX is -inf there.
+    Exact kernels keep TOTAL instead, which is 2^REST, and 0 for an empty part.
     """
     batch, head, row = tile_of_queries(HQ, M, 1, LAST_FIRST=False)
     parts = tl.arange(0, 2**BITS)
     there = parts < PARTS
     of_parts = ((tl.cast(batch, tl.int64) * PARTS + parts) * HQ + head) * M + row  # [2^BITS]
-    row_max = tl.load(ROW_MAX + of_parts, mask=there, other=float("-inf"))
+    row_max = tl.load(ROW_MAX + of_parts, mask=there, other=0.0)
     if TOTAL is None:
         rest = tl.load(REST + of_parts, mask=there, other=float("inf"))
         alive = rest != float("inf")
     else:
-        alive = row_max != float("-inf")
+        sums = tl.load(TOTAL + of_parts, mask=there, other=0.0)
+        alive = sums != 0.0
     # The difference of two large scores is exact; two large lse would lose it.
     base = tl.max(tl.where(alive, row_max, float("-inf")), 0)
-    dead = base == float("-inf")
-    base = tl.where(dead, 0.0, base)
+    base = tl.where(base == float("-inf"), 0.0, base)
+    dead = tl.max(alive.to(tl.int32), 0) == 0
     lse2 = (row_max - base) * (unit * LOG2E)
     if TOTAL is None:
         lse2 = tl.where(alive, lse2 + rest, float("-inf"))
@@ -235,7 +236,7 @@ def combine_kernel(
         weights = tl.exp2(lse2 - shift)
     else:
         shift = 0.0  # the largest lse2
-        weights = tl.exp2(lse2) * tl.load(TOTAL + of_parts, mask=there, other=0.0)
+        weights = tl.where(alive, tl.exp2(lse2) * sums, 0.0)
     total = tl.where(dead, 1.0, tl.sum(weights, 0))
     weights = tl.div_rn(weights, tl.broadcast_to(total, weights.shape))
     for first in range(0, DV, WIDTH):
