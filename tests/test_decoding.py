@@ -197,7 +197,9 @@ def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE], ids=str)
 @pytest.mark.parametrize("score_mod", [None, scaled, capped])
 @pytest.mark.parametrize("first", [0, 500])
-def test_a_query_of_nan(dtype: torch.dtype, score_mod: Any, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_of_nan(
+    dtype: torch.dtype, score_mod: Any, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The chip's maximum ignores nan; some programs see a mask that keeps nothing."""
     fill(monkeypatch, 16)
     q, k, v = (torch.randn(1, 2, n, 32, dtype=dtype) for n in (2, 700, 700))
