@@ -233,3 +233,16 @@ def agrees(call: Call, found: Forward) -> bool:
 def test_it_ends_and_agrees_with_dense_attention(case: Case) -> None:
     call = Call(case)
     assert agrees(call, call.run())
+
+
+@pytest.mark.parametrize("score", ["", "softcap", "alibi"])
+@pytest.mark.parametrize("mask", ["", "causal"])
+def test_queries_of_nan(mask: str, score: str) -> None:
+    """The chip's maximum ignores nan, and so does this one."""
+    call = Call(Case(mask, score, lengths=(300, 300)))
+    call.q[0, 1, 7, 3] = call.q[1, 0, 299, 0] = torch.nan
+    found, scores = call.run(), call.scores()
+    expected = torch.softmax(scores, -1) @ call.v
+    pairs = (found.out, expected), (found.lse, scores.logsumexp(-1)), (found.max_scores, scores.amax(-1))
+    for own, truth in pairs:
+        torch.testing.assert_close(own.double(), truth, rtol=1e-6, atol=1e-5, equal_nan=True)

@@ -168,9 +168,9 @@ def gather(of: Any, places: Any, axis: int) -> Any:
     return tile(np.take_along_axis(plain(of), plain(places), axis))
 
 
-def reduced(name: str) -> Callable[[Any, int], Any]:
+def reduced(function: Callable[..., Any]) -> Callable[[Any, int], Any]:
     def reduce(x: Any, axis: int) -> Any:
-        found = getattr(plain(x), name)(axis=axis)
+        found = function(plain(x), axis=axis)
         return tile(found) if np.ndim(found) else found.item()
 
     return reduce
@@ -194,15 +194,16 @@ TYPES = ("float32", "int32", "int64")
 def language(programs: int) -> SimpleNamespace:
     """`gl`, in a launch of so many programs."""
     return SimpleNamespace(
-        **{name: elementwise(getattr(np, name)) for name in ("abs", "ceil", "exp2", "log2", "maximum")},
+        **{name: elementwise(getattr(np, name)) for name in ("abs", "ceil", "exp2", "log2")},
         **dict.fromkeys(LAYOUTS, lambda *given: None), **{name: name for name in TYPES},
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *given: None),
         constexpr=lambda x: x, static_range=range, to_tensor=lambda x: x,
         program_id=lambda axis: here.program.number, num_programs=lambda axis: programs,
         where=where, load=load, store=store, atomic_add=atomic_add, full=full, gather=gather, permute=permute,
         split=split, join=join,
-        minimum=elementwise(np.fmin), fma=elementwise(fused),
-        max=reduced("max"), sum=reduced("sum"), cast=lambda x, dtype: x, convert_layout=lambda x, layout: x,
+        minimum=elementwise(np.fmin), maximum=elementwise(np.fmax), fma=elementwise(fused),
+        max=reduced(np.fmax.reduce), sum=reduced(np.sum),
+        cast=lambda x, dtype: x, convert_layout=lambda x, layout: x,
         arange=lambda start, stop, layout=None: tile(np.arange(start, stop)),
         allocate_shared_memory=allocate, warp_specialize=specialize, multiple_of=claimed_multiple,
     )  # fmt: skip
@@ -222,7 +223,7 @@ def names(programs: int) -> dict[str, Any]:
         "warpgroup_mma_wait": lambda pending, deps: products.wait(here.actor, pending, deps),
         "load_tile": load_tile, "stores_read": stores_read, "opaque": lambda number: number,
         "tile_read": lambda: here.actor.fence(),
-        "running_max": lambda before, of: tile(np.maximum(plain(before), plain(of).max(1))),
+        "running_max": lambda before, of: tile(np.fmax(plain(before), np.fmax.reduce(plain(of), 1))),
         "by_row_of": lambda of, numbers: numbers[:, None],
         "pack_float8": lambda numbers, dtype: numbers, "unpack_float8": lambda packed, layout, dtype: packed,
         "store_tile": lambda of, start, source: send_tile(of, start, source, add=False),
