@@ -13,6 +13,7 @@ from flexmod import AuxRequest, BlockMask, create_block_mask, errors, flex_atten
 from flexmod.backends.arguments import Problem
 from flexmod.backends.decoding import decoding, is_decoding, packed_graph
 from flexmod.backends.families import INTERPRETED
+from flexmod.calls import prepared
 from flexmod.codegen.spec import Decoding
 from flexmod.ir.passes import optimize
 from flexmod.ir.trace import trace
@@ -215,3 +216,11 @@ def test_a_query_of_nan(
     (out, aux), (exact, exact_aux) = results
     for found, expected in ((out, exact), (aux.lse, exact_aux.lse), (aux.max_scores, exact_aux.max_scores)):
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2, equal_nan=True)
+
+
+def test_float32_queries_with_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels keep the same numbers for the merge as those of half types."""
+    fill(monkeypatch, 16)
+    monkeypatch.setattr(prepared, "float32_precision", lambda: "tf32")
+    q, k, v = (torch.randn(1, heads, n, 32) for heads, n in ((4, 2), (2, 700), (2, 700)))
+    agrees_with_the_reference(q, k, v)
