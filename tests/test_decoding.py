@@ -191,12 +191,8 @@ def scaled(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return score * 0.5
 
 
-def capped(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return 5 * torch.tanh(score / 5)
-
-
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE], ids=str)
-@pytest.mark.parametrize("score_mod", [None, scaled, capped])
+@pytest.mark.parametrize("score_mod", [None, scaled, mods.softcap(5.0)])
 @pytest.mark.parametrize("first", [0, 500])
 def test_a_query_of_nan(
     dtype: torch.dtype, score_mod: Any, first: int, monkeypatch: pytest.MonkeyPatch
@@ -219,7 +215,7 @@ def test_a_query_of_nan(
 
 
 def test_float32_queries_with_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their kernels keep the same numbers for the merge as those of half types."""
+    """Their kernels keep the same numbers for the merge as kernels for half types."""
     fill(monkeypatch, 16)
     monkeypatch.setattr(prepared, "float32_precision", lambda: "tf32")
     q, k, v = (torch.randn(1, heads, n, 32) for heads, n in ((4, 2), (2, 700), (2, 700)))

@@ -106,9 +106,9 @@ class KernelSpec:
 
         Of products in bfloat16 only those over several heads: torch adds up heads in a tree.
         """
-        if not self.exact or self.precision == "bf16x6" and not self.shared_kv:
-            return ()
-        return ("out", "grad_q", "grad_k", "grad_v") if self.precision == "ieee" else ("grad_k", "grad_v")
+        if self.exact and self.precision == "ieee":
+            return ("out", "grad_q", "grad_k", "grad_v")
+        return ("grad_k", "grad_v") if self.exact and self.shared_kv else ()
 
     def on(self, family: str) -> KernelSpec:
         """The spec for a family of chips. NVIDIA's make a product in float32 of six in bfloat16.
@@ -116,8 +116,9 @@ class KernelSpec:
         A number in float32 is the sum of three in bfloat16. Of their nine products, three are below the last
         digit of the first. Threads have no registers for the parts of wider heads.
         """
-        sums = family == "nvidia" and self.exact and max(self.head_tile, self.value_tile) <= 256
-        return replace(self, precision="bf16x6") if sums else self
+        if family != "nvidia" or not self.exact or max(self.head_tile, self.value_tile) > 256:
+            return self
+        return replace(self, precision="bf16x6")
 
     @property
     def direction(self) -> Direction:

@@ -198,9 +198,7 @@ def _searches(mods: Mods, setting: Setting) -> Iterator[Search]:
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
         family, _ = serving(made, direction, target)
-        interpreted = target == INTERPRETER
-        chips = "" if interpreted else family_of(target)
-        kernels: Any = kernels_of(family, made, direction, chips, interpreted)
+        kernels: Any = kernels_of(family, made, direction, family_of(target), target == INTERPRETER)
         if family is not PORTABLE:
             rungs = (Choice({direction: rung}) for rung in kernels.choices(direction))
             yield Search(direction, direction, (0, 1, 2), [Choice(), *rungs, Choice(family=PORTABLE.name)])

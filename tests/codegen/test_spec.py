@@ -149,15 +149,16 @@ def test_a_small_tile_may_spill(spills: int, chosen: int) -> None:
     assert choose(tiles[::-1], lambda tile: Verdict(65), Limits(passing=64)).rung == tiles[0]
 
 
+@pytest.mark.parametrize("family", ["", "nvidia"])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256, 512])
 @pytest.mark.parametrize(
     ("kernel", "few"),
     [("forward", None), ("forward", Decoding(16, group=4, split=False)), ("dq", None), ("dkdv", None)],
 )
 def test_exact_float32_takes_its_first_tile_however_much_it_spills(
-    dim: int, kernel: KernelName, few: Decoding | None
+    dim: int, kernel: KernelName, few: Decoding | None, family: str
 ) -> None:
-    spec = replace(SPEC.of_dtype(torch.float32), head_dim=dim, value_dim=dim, decoding=few)
+    spec = replace(SPEC.of_dtype(torch.float32), head_dim=dim, value_dim=dim, decoding=few).on(family)
     tiles = ladder(spec, kernel, {})
     assert choose(tiles, lambda tile: Verdict(5000), Limits(passing=64)).rung == tiles[0]
     assert few is None or tiles[0].block_m == few.rows
