@@ -128,12 +128,19 @@ def in_float8(case: Case, call: Call) -> Results:
 
 
 def eager(case: Case, call: Call) -> Results:
-    """Attention written out, each step's result rounded to the call's dtype; of large scores none is."""
+    """Attention written out, each step's result rounded to the call's dtype; of large scores none is.
+
+    There the largest weight of a row is not 1, see `in_float8`, and half the rounding of 1 is taken for it.
+    """
+    dtype = call.q.dtype
     if case.kind != "huge":
-        work = Dense(case, call, call.q.dtype, False)
+        work = Dense(case, call, dtype, False)
         return work.results(work.scores)
-    work = Dense(case, call, torch.promote_types(call.q.dtype, torch.float32), False)
-    work.rounded_to = call.q.dtype
+    work = Dense(case, call, torch.promote_types(dtype, torch.float32), False)
+    work.rounded_to = dtype
+    if dtype.itemsize == 2:
+        peak = 1 + torch.finfo(dtype).eps / 2
+        work.rounded = lambda weights: rounded_weights(weights, dtype, peak)  # type: ignore[method-assign]
     return {n: x.to(call.q.dtype) if n == "out" else x for n, x in work.results(work.scores).items()}
 
 
@@ -191,7 +198,27 @@ class Dense:
                 loss = loss + (lse.where(alive, 0.0) * incoming).sum()
             self.gradients = dict(zip(self.leaves, self._grad(loss), strict=True))
             found |= {f"d{n}": x for n, x in self.gradients.items()}
+            self._forget_overflows(found, loss, scores)
         return found
+
+    def _forget_overflows(self, found: Results, loss: Tensor, scores: Tensor) -> None:
+        """Makes dq and dk NaN where the gradient of a score has no number in the call's dtype.
+
+        A mod's derivative may be that large. Attention multiplies these gradients in that dtype. Hopper's
+        kernels multiply a derivative by dp - delta last, which is NaN in a row whose output is.
+        """
+        if not (scores.requires_grad and loss.requires_grad):
+            return
+        of_scores = torch.autograd.grad(loss, scores, retain_graph=True, materialize_grads=True)[0]
+        over = of_scores.abs() >= torch.finfo(self.call.q.dtype).max
+        if self.case.backend in ("hopper", "python"):
+            over |= found["out"].isnan().any(-1, keepdim=True)
+        of_keys = over.any(2).unflatten(1, (self.case.heads[1], -1)).any(2)  # [B, Hkv, N]
+        if self.case.batch[1] == 1:
+            of_keys = of_keys.any(0, keepdim=True)
+        for name, lost in (("dq", over.any(3)), ("dk", of_keys)):
+            if name in found:
+                found[name] = found[name].masked_fill(lost[..., None], torch.nan)
 
     def rounded(self, weights: Tensor) -> Tensor:
         return weights.to(self.rounded_to).to(weights.dtype)

@@ -150,7 +150,7 @@ OWN_REFUSALS = (
     "Inference tensors cannot be saved", "Multiple dispatch failed",
     "Attempted to use an uninitialized parameter",
     "Please convert all Tensors to FakeTensors first", "Mixing fake modes",
-    "not implemented for 'ComplexFloat'", "not implemented for 'Float8_e4m3fn'",
+    "not implemented for 'Complex", "not implemented for 'Float8_e4m3fn'",
     "promoteTypes with quantized numbers", "not supported on quantized tensors",
 )  # fmt: skip
 
