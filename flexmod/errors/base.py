@@ -48,9 +48,13 @@ def a_type(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Asks for the known name that a misspelled one is close to, after a space; "" if there is none."""
-    by_lower = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, 1)
+    """Asks for the known name that a misspelled one is close to, after a space; "" if there is none.
+
+    A name of the same letters is likelier than a closer one: `tahn` is `tanh`, not `tan`.
+    """
+    by_lower, letters = {each.lower(): each for each in known}, sorted(name.lower())
+    near = difflib.get_close_matches(name.lower(), by_lower)
+    near.sort(key=lambda each: sorted(each) != letters)
     return f" Did you mean {by_lower[near[0]]!r}?" if near else ""
 
 

@@ -89,6 +89,16 @@ def misspelled_method(score, b, h, q_idx, kv_idx):
 
 
 @row(
+    errors.UnknownAttributeError,
+    "a traced value has no attribute 'tahn'. Did you mean 'tanh'?",
+    "use operators and the functions in docs/operations.md.",
+    kind="score",
+)
+def swapped_letters(score, b, h, q_idx, kv_idx):
+    return score.tahn()  # <-
+
+
+@row(
     errors.OperationArgumentError,
     "to was called with 'float33', which is no device.",
     "give a dtype, e.g. .to(torch.float32).",
