@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import biased
 import pytest
 import torch
 
@@ -27,7 +28,7 @@ CALL = """
 import contextlib, json, sys
 sys.path[:0] = [{root!r}, {tests!r}]
 from unittest import mock
-import torch, stand_in_driver
+import torch, biased, stand_in_driver
 from benchmarks.host_path import _compiled, on_an_h200
 import flexmod
 from flexmod import masks, mods
@@ -90,7 +91,8 @@ Filled = tuple[Path, list[tuple[str, Built]]]
 def warmed(
     folder: Path, score: str, mask: str, dim: int, dtype: str, length: int | None = None
 ) -> Filled:
-    score_mod, mask_mod = (eval(text, {"mods": mods, "masks": masks}) for text in (score, mask))
+    known = {"mods": mods, "masks": masks, "biased": biased}
+    score_mod, mask_mod = (eval(text, known) for text in (score, mask))
     made = {"head_dim": dim, "dtype": getattr(torch, dtype), "length": length}
     built = warm(folder, score_mod, mask_mod, targets=["sm_90"], **made)
     return folder, [*built]
@@ -166,6 +168,17 @@ def test_short_calls(
     assert [one.kernel + "_kernel" for _, one in built[:-1]] == kernels and len(built) == len(kernels) + 1
     found = called(folder, tmp_path / "triton", sizes=(1, 2, lengths[1]), **facts)
     assert sorted(found) == sorted((name, True) for name in kernels)
+
+
+@pytest.mark.long
+def test_a_bias_that_large_calls_copy(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"score": "biased.biased", "mask": "None", "dim": 16, "dtype": "float16"}
+    folder, built = warmed(tmp_path / "here", length=biased.LENGTH, **facts)
+    assert [one.kernel for _, one in built].count("forward, bias copied") == 1
+    for batch in (1, 4):
+        sizes = (batch, 2, biased.LENGTH)
+        found = called(folder, tmp_path / f"triton{batch}", sizes=sizes, **facts)
+        assert ("forward_kernel", True) in found and all(known for _, known in found)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 from flexmod.backends.arguments import Operands
 from flexmod.backends.triton import Found
 from flexmod.codegen.compiler import Lowered
-from flexmod.codegen.spec import KernelSpec
-from flexmod.codegen.variant import ALIGNED, aligned_rows, pair_tile
+from flexmod.codegen.spec import Direction, KernelSpec
+from flexmod.codegen.variant import ALIGNED, Variant, aligned_rows, pair_tile
 from flexmod.ir.passes import Extents
 from flexmod.runtime.plan import Extent, Place, PlanWriter, cdiv, contiguous
 
@@ -34,6 +34,7 @@ READS, MASKED, POSITIONS, LONG = 4, 4, 65, 512
 # Heads are copied until there are PROGRAMS programs for two processors, each with KEYS keys. Programs that
 # read fewer than QUERIES queries take less time than the copies.
 PROGRAMS, KEYS, QUERIES = 3, 128, 3072
+LARGE_BATCH = 2**20  # entries read each element of any bias often enough for a copy
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,17 @@ def copied_bias(
     often = (x.dim() > 1 and not overlaps(x) and READS * x.numel() <= reads for x in tensors)
     copies = [aligned(x.shape, x.dtype) if copy else x for x, copy in zip(tensors, often, strict=True)]
     return pair_tile(spec, score.graph, copies)
+
+
+def with_copied_bias(made: Variant, direction: Direction, length: int) -> Variant | None:
+    """Returns the variant of calls with so many queries and keys that copy a bias, or None if none do."""
+    extents = (LARGE_BATCH, 1, length, length)
+    number = None
+    if made.score is not None:
+        number = copied_bias(made.spec_of(direction), made.score, made.score_tensors, extents)
+    if number is None:
+        return None
+    return replace(made, score_tensors=CopiedOperands(number).as_read(made.score_tensors))
 
 
 def copies_of_heads(query: Tensor, key: Tensor, alone: bool, processors: int) -> int:

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from flexmod.backends import families
 from flexmod.backends.arguments import Problem, operands
-from flexmod.backends.copies import aligned
+from flexmod.backends.copies import aligned, with_copied_bias
 from flexmod.backends.triton import Rungs
 from flexmod.block_mask.storage import MaskSnapshot, TileStorage
 from flexmod.block_mask.tiles import LISTS, Runs
@@ -97,15 +97,20 @@ def jobs(variant: Variant, target: str, every: bool = False, length: int | None 
     `kernels_on`.
 
     `every`: also the forward of a call without gradients, and kernels without a choice of tiles (statistics,
-    rounding). `length`: the call's queries and keys, None for many.
+    rounding). All again for a large call, if that copies a bias to aligned rows. `length`: the call's queries
+    and keys, None for many.
     """
     named(target)
     kept: list[tuple[bool, Direction]] = [(True, direction) for direction in variant.spec.directions]
     if every and "backward" in variant.spec.directions:
         kept.append((False, "forward"))
-    found = []
+    calls, found = list[tuple[VariantCall, Direction]](), []
     for keep, direction in kept:
-        call = VariantCall(variant.of_length(length, direction), keep)
+        made = variant.of_length(length, direction)
+        calls.append((VariantCall(made, keep), direction))
+        if every and (copied := with_copied_bias(made, direction, length or LENGTH)) is not None:
+            calls.append((VariantCall(copied, keep, ", bias copied"), direction))
+    for call, direction in calls:
         kernels = kernels_on(call.variant, direction, target)
         for name, step in {step.kernel: step for step in call.plan(direction, kernels).launches()}.items():
             source: Any = step.source
@@ -264,14 +269,14 @@ class VariantCall:
     of other rows launches the same kernels on its copies.
 
     `keep`: the forward keeps tensors for a backward, if the variant has one. `suffix` ends the names of
-    kernels in reports, if it could and does not.
+    kernels in reports; it says if the forward could keep them and does not.
     """
 
-    def __init__(self, made: Variant, keep: bool = True) -> None:
+    def __init__(self, made: Variant, keep: bool = True, suffix: str = "") -> None:
         spec = made.spec
         self.variant = made
         trains = "backward" in spec.directions
-        self.keep, self.suffix = keep and trains, ", no grad" if trains and not keep else ""
+        self.keep, self.suffix = keep and trains, (", no grad" if trains and not keep else "") + suffix
         self.directions: tuple[Direction, ...] = spec.directions if self.keep else ("forward",)
         query, key = (_rows(dtype, spec.head_dim) for dtype in (spec.q_dtype, spec.k_dtype))
         self._qkv = query, key, _rows(spec.v_dtype, spec.value_dim)
