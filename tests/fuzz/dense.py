@@ -50,7 +50,10 @@ class Inexact:
 
 
 class Divisions(TorchFunctionMode):
-    """Makes whole numbers divisible by 0, where torch raises on the CPU: behind a condition they may be."""
+    """Makes whole numbers divisible by 0, where torch raises on the CPU: behind a condition they may be.
+
+    A number may be 0 in the dtype of what it divides.
+    """
 
     NAMES = ("floor_divide", "floordiv", "rfloordiv", "remainder", "mod", "rmod", "fmod", "div")
 
@@ -59,8 +62,11 @@ class Divisions(TorchFunctionMode):
         place = 0 if name in ("rfloordiv", "rmod") else 1
         rounds = name in self.NAMES and (name != "div" or (kwargs or {}).get("rounding_mode"))
         if rounds and self._is_whole(args[1 - place]) and self._is_whole(args[place]):
-            divisor = args[place]
-            safe = divisor.where(divisor != 0, 1) if isinstance(divisor, Tensor) else divisor or 1
+            divided, divisor = args[1 - place], args[place]
+            if isinstance(divisor, Tensor):
+                safe = divisor.where(divisor != 0, 1)
+            else:
+                safe = divisor if torch.tensor(divisor).to(divided.dtype) else 1
             args = (*args[:place], safe, *args[place + 1 :])
         return function(*args, **kwargs or {})
 

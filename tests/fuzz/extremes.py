@@ -134,6 +134,8 @@ def integers(draw: Drawn, backend: str) -> Cases:
         # what may be as large as int64 allows is not computed with again
         small = "%" in text and not re.search(r"s\d\[|\(-?\d+\)", text)
         values.append(f"x{step}" if small else f"(x{step} % {draw.one([5, 64, 1000])})")
+        if "s0[" in text:  # an int32 result, with which arithmetic would wrap
+            values[-1] += ".long()"
     value = values[-1]
     truth = draw.one(TRUTHS).format(
         a=value, b=draw.one([*values[:-1], "kv_idx"]), k=f"({draw.one(INTEGERS)})"
