@@ -98,4 +98,13 @@ SEEDS = {
         deterministic=True,
         seed=81329,
     ),
+    "a head without queries before others, whose lse2 Hopper's backward loads in vain": Case(
+        "python",
+        mask="def mask_mod(b, h, q_idx, kv_idx):\n    return (q_idx < kv_idx) & (kv_idx <= q_idx + 16 * h)\n",
+        dtype="bfloat16",
+        heads=(2, 1),
+        lengths=(35, 103),
+        dims=(72, 40),
+        mask_sizes=(0, 2),
+    ),
 }

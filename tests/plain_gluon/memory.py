@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plain_gluon.order import PARTITIONS, Actor, Barrier, Clock, Race, here, source_line
-from plain_gluon.tiles import plain
+from plain_gluon.order import PARTITIONS, Actor, Barrier, Clock, Race, Read, here, source_line
+from plain_gluon.tiles import plain, tile
 
 
 class Shared:
@@ -57,11 +57,15 @@ class Shared:
         assert start + count <= self.array.shape[dim]
         return self._view(lambda part: part[(slice(None),) * dim + (slice(start, start + count),)])
 
-    def load(self, layout: Any) -> np.ndarray:
-        if not self.written_before(here.actor.clock, by_a_unit=False):
-            raise Race(f"{here.actor.name} reads what has not come yet: {source_line()}")
-        self.read(here.actor)
-        return self.array.copy()
+    def load(self, layout: Any) -> Any:
+        actor, read = here.actor, Read(here.actor)
+        if not self.written_before(actor.clock, by_a_unit=False):
+            read.spoil("reads what has not come yet")
+        else:
+            self.read(actor)
+        actor.finished[actor.time] = read
+        actor.tick()
+        return tile(self.array.copy(), read)
 
     def store(self, value: Any) -> None:
         self.written(here.actor, here.actor.clock)

@@ -39,11 +39,30 @@ def source_line() -> str:
     return linecache.getline(SOURCE, frame.f_lineno).strip() if frame else "?"
 
 
+class Read:
+    """A read of shared memory by `actor`, whose result may not be used: a step ahead of the last one may read
+    anything. A read that is too early, or in no order with a write, has a fault: an error once it is used.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor, self.line, self.fault, self.is_used = actor, source_line(), "", False
+
+    def spoil(self, fault: str) -> None:
+        self.fault = self.fault or f"{self.actor.name}: {self.line}: {fault}"
+        if self.is_used:
+            raise Race(self.fault)
+
+    def use(self) -> None:
+        self.is_used = True
+        if self.fault:
+            raise Race(self.fault)
+
+
 class Actor:
     """A partition of a program's warps. `actors` are the program's, which it joins; `name` is for messages.
 
     `products`: the asynchronous ones that are under way; `stores`: the TMA unit's that have still to read.
-    `finished`: products by the time when they had read.
+    `finished`: reads by the time when they had read.
     """
 
     def __init__(self, actors: list[Actor], name: str) -> None:
@@ -53,7 +72,7 @@ class Actor:
         self.clock[0, self.number] = 1
         self.products: list[Any] = []
         self.stores: list[Any] = []
-        self.finished: dict[int, Any] = {}
+        self.finished: dict[int, Read] = {}
         actors.append(self)
 
     @property

@@ -7,23 +7,20 @@ from typing import Any
 import numpy as np
 
 from plain_gluon.memory import Shared
-from plain_gluon.order import Actor, Race, source_line
+from plain_gluon.order import Actor, Race, Read, source_line
 from plain_gluon.tiles import Tile, plain, tile
 
 
-class Product:
+class Product(Read):
     """A product of the matrix unit: `operands` are those in shared memory, read until it has been waited for;
     `before` is the product whose result it adds to.
-
-    A product that read too early, or after another write, has a fault. That is an error once
-    its result is used: a step ahead of the last one may read anything.
     """
 
     def __init__(
         self, actor: Actor, operands: list[Shared], result: np.ndarray, before: Product | None
     ) -> None:
-        self.actor, self.operands, self.result, self.before = actor, operands, result, before
-        self.line, self.fault, self.pending, self.is_used = source_line(), "", True, False
+        super().__init__(actor)
+        self.operands, self.result, self.before, self.pending = operands, result, before, True
         self.issued = actor.tick()
         self._look("reads what has not come yet")
         actor.products.append(self)
@@ -38,17 +35,10 @@ class Product:
         self.actor.finished[self.actor.time] = self
         self.actor.tick()
 
-    def spoil(self, fault: str) -> None:
-        self.fault = self.fault or f"{self.actor.name}: {self.line}: {fault}"
-        if self.is_used:
-            raise Race(self.fault)
-
     def use(self) -> None:
         product: Product | None = self
         while product is not None and not product.is_used:
-            product.is_used = True
-            if product.fault:
-                raise Race(product.fault)
+            super(Product, product).use()
             product = product.before
 
     def _look(self, fault: str) -> None:
