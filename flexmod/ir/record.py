@@ -52,6 +52,7 @@ from flexmod.runtime.private_torch import (
 from flexmod.runtime.tensor_kinds import no_autocast
 
 METHOD_WHERE = "where of a tensor"
+INDICES = (torch.int32, torch.int64)
 GRAPH = "graph"  # replaces a Record's text: the mod's only integer is the number of its graph
 SHAPE = (1,) * RECORDED_DIMENSIONS
 PASSED_ON = ("__get__", "__repr__", "__format__")  # reads of attributes like dtype, and texts
@@ -87,6 +88,9 @@ class Recorder(TorchFunctionMode):
         dtypes = [torch.int32] * 4 if kind == "mask" else [torch.float32, *[torch.int32] * 4]
         self.arguments = tuple([torch.empty(SHAPE, dtype=dtype, device=device) for dtype in dtypes])
         self.places = dict(zip(self.arguments, range(5), strict=False))  # of arguments and results
+        # the dtypes of values and of captured tensors by place, None if they are no scalars
+        self.of_values: list[torch.dtype | None] = [*dtypes]
+        self.of_captured: list[torch.dtype | None] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -111,12 +115,19 @@ class Recorder(TorchFunctionMode):
             return self._called(func, args, kwargs)
         if not known:
             raise _refusal(name)
-        noted = tuple([(key, self.noted(value)) for key, value in kwargs.items()])
+        of_kwargs = tuple([(key, self.noted(value)) for key, value in kwargs.items()]) if kwargs else ()
+        of_args = self.noted(args)
         without_gradient = self.differentiates and not torch.is_grad_enabled()
-        self.steps.append((name, self.noted(args), noted, without_gradient))
+        self.steps.append((name, of_args, of_kwargs, without_gradient))
         if name == "__getitem__":
+            if _is_one_element(args[0], args[1]):
+                return self._new(args[0].dtype, ())
             result = _element(args[0], args[1])
         else:
+            known_dtypes = tuple(self.of_values), tuple(self.of_captured)
+            dtype = _dtype_of_scalar(func, of_args, of_kwargs, *known_dtypes)
+            if dtype is not None:
+                return self._new(dtype, ())
             result = self._called(func, args, kwargs)
             # most other functions of vectors are traced once for each element, and torch promotes scalars
             # differently
@@ -128,8 +139,14 @@ class Recorder(TorchFunctionMode):
     def _placed(self, result: Any) -> Any:
         """The result of the last step as the mod sees it."""
         if isinstance(result, Tensor):
-            result = result.new_empty((*_shape(result), *SHAPE))
-            self.places[result] = len(self.arguments) + len(self.steps) - 1
+            return self._new(result.dtype, _shape(result))
+        self.of_values.append(None)
+        return result
+
+    def _new(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        result = self.arguments[0].new_empty((*shape, *SHAPE), dtype=dtype)
+        self.places[result] = len(self.of_values)
+        self.of_values.append(None if shape else dtype)
         return result
 
     def _called(self, func: Callable[..., Any], args: Any, kwargs: Any, scalars: bool = False) -> Any:
@@ -150,6 +167,7 @@ class Recorder(TorchFunctionMode):
             if place < 0:
                 place = len(self.captured)
                 self.captured.append(value)
+                self.of_captured.append(None if value.dim() else value.dtype)
             return ("captured", place)
         if isinstance(value, (tuple, list)):
             form = "list" if isinstance(value, list) else "tuple"
@@ -198,6 +216,39 @@ def _name(func: Callable[..., Any]) -> tuple[str, bool, bool, bool, bool]:
     return name, _is_known(name), draws(name), writes(name), converting_row(name) is not None
 
 
+@assume_constant
+def _dtype_of_scalar(
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    values: Sequence[torch.dtype | None],
+    captured: Sequence[torch.dtype | None],
+) -> torch.dtype | None:
+    """The dtype of a function's result, if that and all tensors among its arguments are scalars; else None.
+
+    Arguments are as `Recorder.noted` writes them. `values` and `captured` have the scalars' dtypes by place.
+    TorchDynamo runs this call as it is. To trace it would take longer than all else that a step needs.
+    """
+    numbers, dtypes = {"integer": 1, "real": 0.5}, {"value": values, "captured": captured}
+
+    def read(noted: Any) -> Any:
+        form, value = noted
+        if form in FORMS:
+            return FORMS[form](map(read, value))
+        if form not in dtypes:
+            return numbers.get(form, value)
+        dtype = dtypes[form][value]
+        if dtype is None:
+            raise ValueError(noted)
+        return torch.ones((), dtype=dtype, device="cpu")
+
+    try:
+        result = func(*read(args), **{name: read(value) for name, value in kwargs})
+    except Exception:  # a vector; or it raises again where TorchDynamo traces it
+        return None
+    return result.dtype if isinstance(result, Tensor) and not result.dim() else None
+
+
 def _place(tensor: Any, tensors: Sequence[Tensor]) -> int:
     for place, other in enumerate(tensors):
         if other is tensor:
@@ -220,6 +271,17 @@ def _ones(value: Any, device: torch.device, scalar: bool = False) -> Any:
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     shape, most = tensor.shape, len(SHAPE)
     return shape[:-most] if len(shape) >= most else shape
+
+
+def _is_one_element(tensor: Tensor, index: Any) -> bool:
+    """Is `tensor[index]` an element of a captured tensor, indexed with the mod's integers?"""
+    entries = index if isinstance(index, tuple) else (index,)
+    if tensor.dim() != len(entries):
+        return False
+    for entry in entries:
+        if not isinstance(entry, Tensor) or entry.dim() != len(SHAPE) or entry.dtype not in INDICES:
+            return False
+    return True
 
 
 def _element(tensor: Tensor, index: Any) -> Tensor:
