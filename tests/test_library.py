@@ -611,6 +611,7 @@ DTYPES: dict[str, Callable[..., Any]] = {
     "bytes": lambda s, b, h, q, k: s * (BYTES[q] + MANY.to(torch.int8)).new_tensor(300),
     "a fill": lambda s, b, h, q, k: s + torch.full_like(q + MANY, 2**40) * 1e-12 * q,
     "a value": lambda s, b, h, q, k: s * s.masked_fill(q > k, ONE),
+    "an element": lambda s, b, h, q, k: s * ROWS[MANY, -1] + ROWS[MANY % 2][q % 3],
     "a test": lambda s, b, h, q, k: s * (2 if (q * ONE).is_floating_point() else 3),
 }
 

@@ -105,6 +105,8 @@ class Recorder(TorchFunctionMode):
         if in_place:
             raise errors.MutationError(operation=name)
         if name in PASSED_ON or not (_met(args) or kwargs and _met(tuple(kwargs.values()))):
+            if name == "__getitem__" and _is_one_index(args[1]):
+                return _element_at(args[0], args[1])
             fact = self._called(func, args, kwargs) if name == "__get__" else None
             return func(*args, **kwargs) if fact is None or isinstance(fact, Tensor) else fact
         if name == "__bool__":
@@ -271,6 +273,23 @@ def _ones(value: Any, device: torch.device, scalar: bool = False) -> Any:
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     shape, most = tensor.shape, len(SHAPE)
     return shape[:-most] if len(shape) >= most else shape
+
+
+def _is_one_index(index: Any) -> bool:
+    """Is an index, in whole or in part, an integer in a tensor? TorchDynamo would ask for its value."""
+    entries = index if isinstance(index, tuple) else (index,)
+    found = False
+    for entry in entries:
+        if isinstance(entry, Tensor) and entry.dim() == 0 and entry.dtype in INDICES:
+            found = True
+        elif not isinstance(entry, int) or isinstance(entry, bool):
+            return False
+    return found
+
+
+def _element_at(tensor: Tensor, index: Any) -> Tensor:
+    entries = index if isinstance(index, tuple) else (index,)
+    return tensor[tuple([x.reshape(1) if isinstance(x, Tensor) else x for x in entries])][0]
 
 
 def _is_one_element(tensor: Tensor, index: Any) -> bool:
