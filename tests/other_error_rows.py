@@ -21,7 +21,8 @@ from flexmod.block_mask.tiles import MaskLayout
 from flexmod.codegen import cache
 from flexmod.codegen.spec import Verdict
 from flexmod.ir import record
-from flexmod.ir.record import Recorder, decoded, encoded, graph_of, numbered, record_of
+from flexmod.ir.record import decoded, encoded, graph_of, numbered, record_of
+from flexmod.ir.recorder import Recorder
 from flexmod.ir.trace import trace
 from flexmod.runtime import config, launch, target, tuned
 from flexmod.runtime.interpreter import interpreted

@@ -37,7 +37,7 @@ ir.passes
 ir.exponents
 ir.ends ir.intervals
 ir.derivative
-ir.record
+ir.recorder ir.record
 runtime.plan
 block_mask.tiles block_mask.parts block_mask.storage
 block_mask.selection block_mask.refine
