@@ -142,10 +142,10 @@ def copied_bias(
 
 def with_copied_bias(made: Variant, direction: Direction, length: int) -> Variant | None:
     """Returns the variant of calls with so many queries and keys that copy a bias, or None if none do."""
+    if made.score is None:
+        return None
     extents = (LARGE_BATCH, 1, length, length)
-    number = None
-    if made.score is not None:
-        number = copied_bias(made.spec_of(direction), made.score, made.score_tensors, extents)
+    number = copied_bias(made.spec_of(direction), made.score, made.score_tensors, extents)
     if number is None:
         return None
     return replace(made, score_tensors=CopiedOperands(number).as_read(made.score_tensors))

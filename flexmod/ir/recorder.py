@@ -244,11 +244,14 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return shape[:-most] if len(shape) >= most else shape
 
 
+def _entries(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
 def _is_one_index(index: Any) -> bool:
     """Is an index, in whole or in part, an integer in a tensor? TorchDynamo would ask for its value."""
-    entries = index if isinstance(index, tuple) else (index,)
     found = False
-    for entry in entries:
+    for entry in _entries(index):
         if isinstance(entry, Tensor) and entry.dim() == 0 and entry.dtype in INDICES:
             found = True
         elif not isinstance(entry, int) or isinstance(entry, bool):
@@ -257,13 +260,12 @@ def _is_one_index(index: Any) -> bool:
 
 
 def _element_at(tensor: Tensor, index: Any) -> Tensor:
-    entries = index if isinstance(index, tuple) else (index,)
-    return tensor[tuple([x.reshape(1) if isinstance(x, Tensor) else x for x in entries])][0]
+    return tensor[tuple([x.reshape(1) if isinstance(x, Tensor) else x for x in _entries(index)])][0]
 
 
 def _is_one_element(tensor: Tensor, index: Any) -> bool:
     """Is `tensor[index]` an element of a captured tensor, indexed with the mod's integers?"""
-    entries = index if isinstance(index, tuple) else (index,)
+    entries = _entries(index)
     if tensor.dim() != len(entries):
         return False
     for entry in entries:
@@ -274,7 +276,7 @@ def _is_one_element(tensor: Tensor, index: Any) -> bool:
 
 def _element(tensor: Tensor, index: Any) -> Tensor:
     """A tensor with the shape of `tensor[index]`; torch itself would read the index's value."""
-    entries = index if isinstance(index, tuple) else (index,)
+    entries = _entries(index)
     known = [entry is None or entry is Ellipsis or isinstance(entry, slice) for entry in entries]
     own = _ones(tensor, tensor.device) if tensor.dim() >= len(SHAPE) else tensor
     # an empty table, of a call without positions, has no element 0

@@ -58,13 +58,12 @@ class Shared:
         return self._view(lambda part: part[(slice(None),) * dim + (slice(start, start + count),)])
 
     def load(self, layout: Any) -> Any:
-        actor, read = here.actor, Read(here.actor)
-        if not self.written_before(actor.clock, by_a_unit=False):
-            read.spoil("reads what has not come yet")
+        read = Read(here.actor)
+        if self.written_before(here.actor.clock, by_a_unit=False):
+            self.read(here.actor)
         else:
-            self.read(actor)
-        actor.finished[actor.time] = read
-        actor.tick()
+            read.spoil("reads what has not come yet")
+        read.finish()
         return tile(self.array.copy(), read)
 
     def store(self, value: Any) -> None:

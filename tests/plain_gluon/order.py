@@ -47,6 +47,11 @@ class Read:
     def __init__(self, actor: Actor) -> None:
         self.actor, self.line, self.fault, self.is_used = actor, source_line(), "", False
 
+    def finish(self) -> None:
+        """Notes the time by which it has read: a write that knows less spoils it."""
+        self.actor.finished[self.actor.time] = self
+        self.actor.tick()
+
     def spoil(self, fault: str) -> None:
         self.fault = self.fault or f"{self.actor.name}: {self.line}: {fault}"
         if self.is_used:

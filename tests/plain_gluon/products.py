@@ -32,8 +32,7 @@ class Product(Read):
         if not self.fault:
             for operand in self.operands:
                 operand.read(self.actor)
-        self.actor.finished[self.actor.time] = self
-        self.actor.tick()
+        self.finish()
 
     def use(self) -> None:
         product: Product | None = self
