@@ -89,3 +89,20 @@ def test_tiles_are_judged_as_a_launch_does(
     built = first_tile(VariantCall(made), made.kernels("forward"), "forward", "sm_80")
     assert (built.tile, len(seen)) == (rungs[expected], tried)
     assert built.fits == outcomes[expected][0]
+
+
+def test_tiles_that_the_tensor_memory_lacks_room_for_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = variant(None, masks.causal(), head_dim=128, dtype=torch.float32)
+    kernels = made.kernels("forward", family="nvidia")
+    first, second, *_ = kernels.ladder("forward")
+    columns = {first: 1280, second: 512}
+
+    def compiled(call: Any, kernels: Any, name: str, target: str, rungs: Any) -> Report:
+        return Report(named(target), 1000, 255, 0, 0, tensor_columns=columns.get(rungs[name], 768))
+
+    monkeypatch.setattr(ahead, "compiled", compiled)
+    built = first_tile(VariantCall(made), kernels, "forward", "sm_100")
+    assert (built.tile, built.problem) == (second, "")
+    columns.clear()
+    built = first_tile(VariantCall(made), kernels, "forward", "sm_100")
+    assert not built.fits and built.problem == "no tile fits 512 columns of tensor memory"

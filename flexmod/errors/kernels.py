@@ -56,7 +56,7 @@ class NotTunedError(FlexmodError, ValueError):
 
 
 class NoTileFits(FlexmodError, RuntimeError):
-    what = "no tile size fits the {limit} bytes of shared memory of {device}; tried {tried}."
+    what = "no tile size fits the {limit} of {device}; tried {tried}."
     instead = (
         "use a smaller head_dim, a half-precision dtype, or kernel_options with smaller BLOCK_M and BLOCK_N."
     )

@@ -57,7 +57,7 @@ def choose_tile(
 
     Raises:
         NoRung: no rung works, and another family's kernels can run.
-        NoTileFits: the device has too little shared memory for the last rung.
+        NoTileFits: the device has too little memory for the last rung.
         RoundedProductsError: all rungs round float32 that must not be rounded.
         MisaddressedProductsError: all rungs read wrong addresses.
     """
@@ -164,11 +164,24 @@ def _refused(chosen: Chosen[Any], device: torch.device) -> Exception:
         if isinstance(error, type):
             tried = [str(rung) for rung, why in chosen.refusals.items() if why is error]
             return error(triton=triton.__version__, device=device, tried=", ".join(tried))
-    return NoTileFits(
-        limit=list(too_large.values())[-1].limit,
-        device=device,
-        tried=", ".join(f"{rung}: {e.required} bytes" for rung, e in too_large.items()),
-    )
+    return no_tile_fits(too_large, device)
+
+
+# units of the memories of a block, by the names that Triton's loader has for them
+UNITS = {"shared memory": "bytes", "tensor memory": "columns"}
+
+
+def no_tile_fits(tried: Mapping[Any, OutOfResources], device: object) -> NoTileFits:
+    """Returns the error for rungs that need more memory than a block has."""
+    last = list(tried.values())[-1]
+    needs = [f"{rung}: {why.required} {UNITS.get(why.name, why.name)}" for rung, why in tried.items()]
+    return NoTileFits(limit=limit_in_words(last), device=device, tried=", ".join(needs))
+
+
+def limit_in_words(error: OutOfResources) -> str:
+    """Returns what a block has, e.g. "232448 bytes of shared memory"."""
+    of = f" of {error.name}" if error.name in UNITS else ""
+    return f"{error.limit} {UNITS.get(error.name, error.name)}{of}"
 
 
 def refusal_in_words(refusal: object) -> str:

@@ -22,7 +22,7 @@ from triton import JITFunction
 from flexmod.errors import EnvironmentSwitchError
 from flexmod.runtime import compiler_bugs, private_triton
 from flexmod.runtime.direct import with_counters
-from flexmod.runtime.private_triton import assembler, compile_for, disassembler
+from flexmod.runtime.private_triton import OutOfResources, assembler, compile_for, disassembler
 from flexmod.runtime.target import MEASURED, Target, named
 
 STAGES = 3  # the default of a launch
@@ -51,6 +51,8 @@ class Report:
     """Bytes of its instructions, where `compiler_bugs` counts them; otherwise 0."""
     losses: tuple[str, ...] = ()
     """What the machine code lacks of what its text asks for: see `compiler_bugs`."""
+    tensor_columns: int = 0
+    """Columns of tensor memory of a block, on chips with such memory."""
     asm: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Every stage by name: ttir, ttgir, llir, ptx, cubin; amdgcn, hsaco."""
 
@@ -68,9 +70,18 @@ class Report:
         return Counter(found)
 
     @property
+    def too_large(self) -> OutOfResources | None:
+        """The error of Triton's loader if a block needs more memory than the target has."""
+        if self.shared > self.target.shared_limit:
+            return OutOfResources(self.shared, self.target.shared_limit, "shared memory")
+        if self.tensor_columns > self.target.tensor_columns:
+            return OutOfResources(self.tensor_columns, self.target.tensor_columns, "tensor memory")
+        return None
+
+    @property
     def fits(self) -> bool:
-        """Whether its shared memory fits one block of the target."""
-        return self.shared <= self.target.shared_limit
+        """Whether a block of the target has enough memory for it."""
+        return self.too_large is None
 
     def __str__(self) -> str:
         matrix = " ".join(f"{name}={count}" for name, count in sorted(self.matrix_instructions.items()))
@@ -110,8 +121,10 @@ def compile(
         divisible = {name: True for name, kind in signature.items() if kind.startswith("*")}
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options}
     compiled = compile_for(chip.triton, kernel, signature, constexprs, divisible, options)
-    read = _read_amd if chip.backend == "hip" else _read_nvidia
-    return read(chip, compiled.metadata.shared, dict(compiled.asm))
+    if chip.backend == "hip":
+        return _read_amd(chip, compiled.metadata.shared, dict(compiled.asm))
+    columns = getattr(compiled.metadata, "tmem_size", None) or 0
+    return _read_nvidia(chip, compiled.metadata.shared, columns, dict(compiled.asm))
 
 
 def specialized(
@@ -131,7 +144,7 @@ def specialized(
     return signature, constants, {"num_warps": 4, "num_stages": STAGES, "divisible": divisible, **options}
 
 
-def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:
+def _read_nvidia(target: Target, shared: int, columns: int, asm: dict[str, Any]) -> Report:
     log = _ptxas(target, asm["ptx"])
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     lines = {line.strip() for line in log.splitlines() if "warning" in line.lower() or "Potential" in line}
@@ -139,7 +152,8 @@ def _read_nvidia(target: Target, shared: int, asm: dict[str, Any]) -> Report:
     stack = max(map(int, re.findall(r"(\d+) bytes stack frame", log)), default=0)
     size, losses = compiler_bugs.size(asm["cubin"]), compiler_bugs.losses(asm["ptx"], asm["cubin"])
     warnings = tuple(sorted(lines))
-    return Report(target, shared, registers, sum(map(int, spills)), stack, warnings, size, losses, asm)
+    spilled = sum(map(int, spills))
+    return Report(target, shared, registers, spilled, stack, warnings, size, losses, columns, asm)
 
 
 def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:
@@ -149,7 +163,8 @@ def _read_amd(target: Target, shared: int, asm: dict[str, Any]) -> Report:
         return max(map(int, re.findall(rf"\.{name}:\s+(\d+)", text)), default=0)
 
     spilled = 4 * (fact("vgpr_spill_count") + fact("sgpr_spill_count"))
-    return Report(target, shared, fact("vgpr_count"), spilled, fact("private_segment_fixed_size"), asm=asm)
+    stack = fact("private_segment_fixed_size")
+    return Report(target, shared, fact("vgpr_count"), spilled, stack, asm=asm)
 
 
 def _ptxas(target: Target, ptx: str) -> str:

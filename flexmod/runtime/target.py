@@ -30,6 +30,8 @@ class Target:
     shared_limit: int
     """Bytes of shared memory that one block can ask for."""
     warp_size: int = 32
+    tensor_columns: int = 0
+    """Columns of tensor memory that one block can have; 0 without such memory."""
     float8: bool = False
     """Its matrix unit multiplies float8_e4m3fn and float8_e5m2."""
     processors: int | None = None
@@ -52,8 +54,8 @@ _TARGETS = {
         Target("sm_87", "cuda", 163 * _KB),
         Target("sm_89", "cuda", 99 * _KB, float8=True),
         Target("sm_90", "cuda", 227 * _KB, float8=True),
-        Target("sm_100", "cuda", 227 * _KB, float8=True),
-        Target("sm_103", "cuda", 227 * _KB, float8=True),
+        Target("sm_100", "cuda", 227 * _KB, tensor_columns=512, float8=True),
+        Target("sm_103", "cuda", 227 * _KB, tensor_columns=512, float8=True),
         Target("sm_120", "cuda", 99 * _KB, float8=True),
         Target("gfx942", "hip", 64 * _KB, warp_size=64),
     )

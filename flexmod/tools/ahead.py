@@ -26,7 +26,7 @@ with TRITON_CACHE_DIR set to the folder's part `compiled`. Each host builds Trit
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -46,15 +46,15 @@ from flexmod.codegen.compiled_kernels import COMPILED
 from flexmod.codegen.kernels import Made
 from flexmod.codegen.spec import FLOAT8, Chosen, Direction, Tile, Verdict, choose
 from flexmod.codegen.variant import Variant, variant
-from flexmod.errors import ArgumentTypeError, NoPtxError, NoTileFits
+from flexmod.errors import ArgumentTypeError, NoPtxError
 from flexmod.errors.base import WarmFolderError
 from flexmod.ir.trace import Traced
 from flexmod.runtime import compiler_bugs, offline
 from flexmod.runtime.config import cache_dir_at
-from flexmod.runtime.launch import refusal_in_words, refused, sample
+from flexmod.runtime.launch import limit_in_words, refusal_in_words, refused, sample
 from flexmod.runtime.offline import Report
 from flexmod.runtime.plan import Launch, Place, Plan, Size, contiguous, extents_of
-from flexmod.runtime.private_triton import cache_folder, keeps_elsewhere
+from flexmod.runtime.private_triton import OutOfResources, cache_folder, keeps_elsewhere
 from flexmod.runtime.side_by_side import in_threads
 from flexmod.runtime.target import MEASURED, NAMES, family_of, named
 
@@ -185,28 +185,28 @@ def first_tile(call: VariantCall, kernels: Made, name: str, target: str) -> Buil
             report = reports[rung] = compiled(call, kernels, name, target, {name: rung})
         except Exception as error:
             return refused(error, source.limits)
-        refusal = compiler_bugs.wrong(source, report.asm) if report.fits else NoTileFits
+        refusal = report.too_large or compiler_bugs.wrong(source, report.asm)
         size, losses = (report.size, report.losses) if source.limits.by_code else (0, ())
         return Verdict(report.local // 4, losses, refusal, size)
 
     chosen = choose(source.ladder(name), judge, source.limits)
-    rung, problem = _outcome(chosen, reports)
+    rung, problem = _outcome(chosen)
     return Built(name + call.suffix, source.family, rung, reports.get(rung), problem)
 
 
-def _outcome(chosen: Chosen[Any], reports: Mapping[Any, Report]) -> tuple[Any, str]:
+def _outcome(chosen: Chosen[Any]) -> tuple[Any, str]:
     """Returns the chosen rung and "", or the last rung that compiled and its problem."""
     if chosen.rung is not None:
         return chosen.rung, ""
     if chosen.runnable:
         return min(chosen.runnable, key=lambda rung: chosen.runnable[rung].spills), GIVES_WAY
     rung, refusal = list(chosen.refusals.items())[-1]
+    if isinstance(refusal, OutOfResources):
+        one = "tile" if isinstance(rung, Tile) else "shape"
+        return rung, f"no {one} fits {limit_in_words(refusal)}"
     if isinstance(refusal, BaseException):
         return None, f"no shape compiles: {refusal_in_words(refusal)}"
-    if refusal is not NoTileFits:
-        return rung, refusal_in_words(refusal)
-    limit, one = reports[rung].target.shared_limit, "tile" if isinstance(rung, Tile) else "shape"
-    return rung, f"no {one} fits {limit} bytes of shared memory"
+    return rung, refusal_in_words(refusal)
 
 
 def warm(

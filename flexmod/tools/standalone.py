@@ -29,11 +29,12 @@ from flexmod.codegen.render import head_lines, render
 from flexmod.codegen.spec import FLOAT8, Direction, KernelName, KernelSpec, Tile
 from flexmod.codegen.term_text import write_terms
 from flexmod.codegen.variant import Variant, check_dtype, variant
-from flexmod.errors import ArgumentTypeError, NoTileFits
+from flexmod.errors import ArgumentTypeError
 from flexmod.ir.derivative import GradientTerm
 from flexmod.ir.graph import UNIFORM, ExpectedSize, Graph, dtype_name, used_captures
 from flexmod.ir.passes import Extents
 from flexmod.runtime.compiler_bugs import wrong
+from flexmod.runtime.launch import no_tile_fits
 from flexmod.runtime.plan import Size
 from flexmod.runtime.target import OLDEST, family_of
 from flexmod.tools import standalone_functions
@@ -275,11 +276,8 @@ class File:
                 built = first_tile(self.call, self.kernels, name, self.target)
                 assert isinstance(built.tile, Tile) and built.report is not None
                 tile, report = built.tile, built.report
-                if not report.fits:
-                    raise NoTileFits(
-                        limit=report.target.shared_limit, device=self.target,
-                        tried=f"{tile} last: {report.shared} bytes",
-                    )  # fmt: skip
+                if report.too_large is not None:
+                    raise no_tile_fits({f"{tile} last": report.too_large}, self.target)
                 error = wrong(self.kernels, report.asm)
                 if error is not None:
                     raise error(triton=triton.__version__, device=self.target, tried=f"{tile} last")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from flexmod.codegen import cache
 from flexmod.errors import UnknownTarget
 from flexmod.runtime import offline
 from flexmod.runtime.interpreter import interpreted
+from flexmod.runtime.private_triton import OutOfResources
 from flexmod.runtime.target import named
 
 TEXT = """import triton
@@ -63,6 +65,19 @@ def test_what_does_not_fit() -> None:
     report = offline.compile(kernel(), SIGNATURE, {"D": 256, "BLOCK": 128}, "sm_86", **options)
     assert report.shared > named("sm_86").shared_limit
     assert not report.fits
+
+
+def test_what_does_not_fit_the_tensor_memory() -> None:
+    """Triton makes a trap of such a kernel, and its loader refuses it."""
+    report = offline.compile(kernel(), SIGNATURE, {"D": 64, "BLOCK": 128}, "sm_100", num_warps=8)
+    assert 0 < report.tensor_columns <= named("sm_100").tensor_columns and "trap;" not in report.asm["ptx"]
+    larger = replace(report, tensor_columns=768)
+    assert report.too_large is None and not larger.fits
+    found = larger.too_large
+    assert isinstance(found, OutOfResources)
+    assert (found.required, found.limit, found.name) == (768, 512, "tensor memory")
+    older = offline.compile(kernel(), SIGNATURE, {"D": 64, "BLOCK": 64}, "sm_90")
+    assert older.tensor_columns == 0
 
 
 def test_spills_are_counted() -> None:
