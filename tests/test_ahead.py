@@ -93,7 +93,7 @@ def test_tiles_are_judged_as_a_launch_does(
 
 def test_tiles_that_the_tensor_memory_lacks_room_for_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     made = variant(None, masks.causal(), head_dim=128, dtype=torch.float32)
-    kernels = made.kernels("forward", family="nvidia")
+    kernels = made.kernels("forward", family="nvidia_early")
     first, second, *_ = kernels.ladder("forward")
     columns = {first: 1280, second: 512}
 

@@ -86,10 +86,13 @@ def test_the_instruction_is_in_the_kernel(target: str, template: str) -> None:
 
 
 def test_families_of_chips() -> None:
-    found = {name: family_of(name) for name in ("sm_70", "sm_75", "sm_80", "sm_120", "gfx942", "cpu")}
-    assert found == dict.fromkeys(("sm_75", "sm_80", "sm_120"), "nvidia") | dict.fromkeys(
-        ("sm_70", "gfx942", "cpu"), ""
-    )
+    families = {
+        "nvidia": ("sm_75", "sm_89"),
+        "nvidia_early": ("sm_90", "sm_120"),
+        "": ("sm_70", "gfx942", "cpu"),
+    }
+    for family, names in families.items():
+        assert {family_of(name) for name in names} == {family}
 
 
 def test_modules_of_a_handle_follow_the_chip(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from flexmod.runtime.direct import COUNTER
 def compile_only(function, grid, device, arguments):
     counter = torch.zeros(1, dtype=torch.int32)
     given = {{name: counter if value is COUNTER else value for name, value in arguments.items()}}
-    function.warmup(grid=grid, **{{"enable_fp_fusion": True, **given}})
+    function.warmup(grid=grid, **{{**direct.options_of(function), **given}})
     return _compiled()
 
 stand_in_driver.install()

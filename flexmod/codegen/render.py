@@ -32,6 +32,8 @@ NO_LINE = "\0"
 SIGNATURE = re.compile(r"^(@\w+\.jit)\ndef (\w+)\(\n((?: .*\n)+?)\):", re.MULTILINE)
 # stands for the device functions of some files that the module calls, and for the names that it calls of some
 FUNCTIONS, NAMES = re.compile("\1(.*)\1"), re.compile("\2(.*)\2")
+# the head of a kernel, up to its first statement
+HEAD = re.compile(r'^def \w+_kernel\(\n(?: .*\n)+?\):\n(?:    """(?:.|\n)*?"""\n)?', re.MULTILINE)
 COMMENT = re.compile("#.*")
 MARKED = re.compile(r"(\w+)!(?=,)")
 
@@ -66,6 +68,7 @@ def render(
     mods = [mod.text for mod in texts if mod]
     return _rendered(
         template,
+        early=target in device_functions.EARLY,
         spec=spec,
         score=score,
         mask=mask,
@@ -93,7 +96,8 @@ def render_builder(terms: tuple[BuilderTerm, ...], bounds: BoundsText, mask: Mod
     """
     texts = [*(term.text.text for term in terms), bounds.text.text, mask.text]
     prelude = _with_prelude(*texts, single=True)
-    return _rendered("block_mask_module.jinja", terms=terms, bounds=bounds, mask=mask, texts=prelude)
+    facts = {"terms": terms, "bounds": bounds, "mask": mask, "texts": prelude}
+    return _rendered("block_mask_module.jinja", early=False, **facts)
 
 
 def _with_prelude(*texts: str, single: bool, target: str = "") -> list[str]:
@@ -268,15 +272,18 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
     return lines
 
 
-def _rendered(template: str, **facts: object) -> str:
+def _rendered(template: str, *, early: bool, **facts: object) -> str:
     """A module of a template with these variables, with the device functions that it calls, without marks.
 
-    No trailing blanks, no more than two blank lines together, one newline at the end.
+    `early`: its kernels wait for those of earlier launches. No trailing blanks, no more than two blank lines
+    together, one newline at the end.
     """
-    text = _environment().get_template(template).render(**facts)
+    text = _environment().get_template(template).render(early=early, **facts)
     code = COMMENT.sub("", text)
     text = FUNCTIONS.sub(lambda files: device_functions.called_by(code, *files[1].split()) or NO_LINE, text)
     text = NAMES.sub(lambda names: ", ".join(sorted(called(tuple(names[1].split()), text))), text)
     lines = [line.rstrip() for line in text.strip("\n").split("\n") if NO_LINE not in line]
     kept = [line for i, line in enumerate(lines) if line or any(lines[max(i - 2, 0) : i])]
-    return SIGNATURE.sub(_with_unspecialized, "\n".join(kept) + "\n")
+    text = SIGNATURE.sub(_with_unspecialized, "\n".join(kept) + "\n")
+    wait = f"    {device_functions.WAIT}  # for the kernels of earlier launches\n"
+    return HEAD.sub(rf"\g<0>{wait}", text) if early else text

@@ -116,7 +116,7 @@ class KernelSpec:
         A number in float32 is the sum of three in bfloat16. Of their nine products, three are below the last
         digit of the first. Threads have no registers for the parts of wider heads.
         """
-        if family != "nvidia" or not self.exact or max(self.head_tile, self.value_tile) > 256:
+        if not family or not self.exact or max(self.head_tile, self.value_tile) > 256:
             return self
         return replace(self, precision="bf16x6")
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmod.codegen.device_functions import WAIT
 from flexmod.runtime.gluon import TensorDescriptor
 from flexmod.runtime.private_torch import current_device, current_stream, is_stream_capturing
 from flexmod.runtime.private_triton import CompiledKernel, knobs
@@ -221,13 +222,13 @@ def _zero(device: int) -> Tensor:
 def start(function: Any, grid: tuple[int], device: torch.device, arguments: Mapping[str, Any]) -> Any:
     """Runs function[grid](**arguments) on the device. Returns Triton's compiled kernel."""
     with torch.cuda.device(device):
-        return function[grid](**_ready(arguments, device))
+        return function[grid](**_ready(function, arguments, device))
 
 
 def compiled(function: Any, device: torch.device, arguments: Mapping[str, Any]) -> Any:
     """Returns the compiled kernel for a launch with these arguments."""
     with torch.cuda.device(device):
-        return function.warmup(grid=(1,), **_ready(arguments, device))
+        return function.warmup(grid=(1,), **_ready(function, arguments, device))
 
 
 def with_counters(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,6 +237,15 @@ def with_counters(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: counter if value is COUNTER else value for name, value in arguments.items()}
 
 
-def _ready(arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Enables the fusion of products with sums explicitly, since Triton's default will change."""
-    return {"enable_fp_fusion": True, **filled(arguments, device)}
+def options_of(function: Any) -> dict[str, Any]:
+    """Returns options of Triton's backend for a kernel, if a launch has no others.
+
+    Products are fused with sums; Triton's default for it will change. A kernel that waits for those of
+    earlier launches may start before they have ended, CUDA's "programmatic dependent launch".
+    """
+    waits = WAIT in getattr(function, "src", "")
+    return {"enable_fp_fusion": True, **({"launch_pdl": True} if waits else {})}
+
+
+def _ready(function: Any, arguments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {**options_of(function), **filled(arguments, device)}

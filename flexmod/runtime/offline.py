@@ -21,7 +21,7 @@ from triton import JITFunction
 
 from flexmod.errors import EnvironmentSwitchError
 from flexmod.runtime import compiler_bugs, private_triton
-from flexmod.runtime.direct import with_counters
+from flexmod.runtime.direct import options_of, with_counters
 from flexmod.runtime.private_triton import OutOfResources, assembler, compile_for, disassembler
 from flexmod.runtime.target import MEASURED, Target, named
 
@@ -119,7 +119,7 @@ def compile(
     chip = named(target) if isinstance(target, str) else target
     if divisible is None:
         divisible = {name: True for name, kind in signature.items() if kind.startswith("*")}
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options}
+    options = {"num_warps": num_warps, "num_stages": num_stages, **options_of(kernel), **options}
     compiled = compile_for(chip.triton, kernel, signature, constexprs, divisible, options)
     if chip.backend == "hip":
         return _read_amd(chip, compiled.metadata.shared, dict(compiled.asm))

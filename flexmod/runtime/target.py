@@ -79,7 +79,8 @@ def named(name: str) -> Target:
 
 def family_of(name: str) -> Family:
     """Returns the family of a chip, whose instructions its kernels may use."""
-    return "nvidia" if name.startswith("sm_") and int(name.removeprefix("sm_")) >= 75 else ""
+    number = int(name.removeprefix("sm_")) if name.startswith("sm_") else 0
+    return "nvidia_early" if number >= 90 else "nvidia" if number >= 75 else ""
 
 
 def target_of(device: torch.device | str) -> Target:

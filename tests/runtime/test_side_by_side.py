@@ -323,7 +323,7 @@ def listen(*, src, metadata, metadata_group, cache_hit, **_):
 
 def compile_only(function, grid, device, arguments):
     launched.append(function.__name__)
-    function.warmup(grid=grid, **{{"enable_fp_fusion": True, **filled(arguments)}})
+    function.warmup(grid=grid, **{{**direct.options_of(function), **filled(arguments)}})
     return _compiled()
 
 stand_in_driver.install()

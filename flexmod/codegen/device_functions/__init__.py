@@ -13,13 +13,18 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-# families of chips: NVIDIA's from sm_75 on, or any chip and the interpreter
-Family = Literal["nvidia", ""]
+# Families of chips: NVIDIA's from sm_75 on; of these, the ones that may start a kernel before the kernels of
+# earlier launches have ended; or any chip and the interpreter.
+Family = Literal["nvidia", "nvidia_early", ""]
 # for each name in `target`, the functions of `arithmetic` that these chips have instructions for
 CHIP_FUNCTIONS = {
-    "nvidia": ("tanh_approximate", "exp", "divide"),
+    **dict.fromkeys(("nvidia", "nvidia_early"), ("tanh_approximate", "exp", "divide")),
     "hopper": ("tanh_approximate", "exp", "divide", "log", "log2", "logistic"),
 }
+# The first statement of kernels for the chips in EARLY: they start early, and wait until the kernels of
+# earlier launches have ended.
+EARLY = ("nvidia_early", "hopper")
+WAIT = "gdc_wait()"
 
 FOLDER = Path(__file__).resolve().parent
 PACKAGE = f"{__name__}."
