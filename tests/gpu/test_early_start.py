@@ -36,9 +36,11 @@ def rescaled(x: Tensor) -> Tensor:
     return x / x.float().square().mean().sqrt().to(x.dtype).clamp(min=1e-3)
 
 
+KEY = normal(2, 2, 4096, 64, seed=1)
+
+
 def few_queries(x: Tensor) -> Tensor:
-    key = normal(2, 2, 4096, 64, dtype=x.dtype, seed=1)
-    return flex_attention(x, key, key.flip(2), mods.softcap(20.0), enable_gqa=True)
+    return flex_attention(x, KEY, KEY.flip(2), mods.softcap(20.0), enable_gqa=True)
 
 
 def causal(x: Tensor) -> Tensor:
