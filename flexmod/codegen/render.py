@@ -275,7 +275,7 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
 def _rendered(template: str, *, early: bool, **facts: object) -> str:
     """A module of a template with these variables, with the device functions that it calls, without marks.
 
-    `early`: its kernels wait for those of earlier launches. No trailing blanks, no more than two blank lines
+    `early`: its kernels wait for earlier ones. No trailing blanks, no more than two blank lines
     together, one newline at the end.
     """
     text = _environment().get_template(template).render(early=early, **facts)

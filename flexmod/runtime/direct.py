@@ -240,8 +240,8 @@ def with_counters(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def options_of(function: Any) -> dict[str, Any]:
     """Returns options of Triton's backend for a kernel, if a launch has no others.
 
-    Products are fused with sums; Triton's default for it will change. A kernel that waits for those of
-    earlier launches may start before they have ended, CUDA's "programmatic dependent launch".
+    Products are fused with sums; Triton's default for it will change. A kernel that waits for
+    earlier kernels may start before their end, by CUDA's "programmatic dependent launch".
     """
     waits = WAIT in getattr(function, "src", "")
     return {"enable_fp_fusion": True, **({"launch_pdl": True} if waits else {})}

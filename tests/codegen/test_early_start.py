@@ -1,4 +1,4 @@
-"""Kernels that start before those of earlier launches have ended: each waits for these first."""
+"""Kernels that start before the kernels of earlier launches have ended: each waits first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that start before those of earlier launches have ended: what each reads is complete.
+"""Kernels that start before the kernels of earlier launches have ended: what each reads is complete.
 
 A result has the same bits whether the GPU waits for each launch or not, for any kernel before or after it.
 """
