@@ -243,7 +243,7 @@ def options_of(function: Any) -> dict[str, Any]:
     Products are fused with sums; Triton's default for it will change. A kernel that waits for
     earlier kernels may start before their end, by CUDA's "programmatic dependent launch".
     """
-    waits = WAIT in getattr(function, "src", "")
+    waits = f"\n    {WAIT}" in getattr(function, "src", "")
     return {"enable_fp_fusion": True, **({"launch_pdl": True} if waits else {})}
 
 

@@ -78,7 +78,8 @@ def test_only_kernels_that_wait_start_early() -> None:
     """What a text does not wait for, it must not overtake: also the kernels of a user's own family."""
     usual = {"enable_fp_fusion": True}
     assert options_of(SimpleNamespace(src=f"def run():\n    {WAIT}\n")) == {**usual, "launch_pdl": True}
-    assert options_of(SimpleNamespace(src="def run():\n    pass\n")) == usual
+    for body in ("pass", f"pass  # not {WAIT}", f"if FIRST:\n        {WAIT}"):
+        assert options_of(SimpleNamespace(src=f"def run():\n    {body}\n")) == usual
     assert options_of(object()) == usual
 
 
