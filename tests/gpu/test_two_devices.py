@@ -166,7 +166,8 @@ def test_a_cuda_graph_of_the_second() -> None:
             flex_attention(*tensors, model.score_mod, mask)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # the stream of torch's own choice would serve later graphs of this process, on either device
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             out = flex_attention(*tensors, model.score_mod, mask)
         for _ in range(3):
             for x in tensors:
