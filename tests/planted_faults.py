@@ -92,6 +92,12 @@ FAULTS = (
           "tests/runtime/test_target.py tests/runtime/test_offline.py"),
     Fault("flexmod/runtime/direct.py", "for place, slot in self._numbers:", "for place, slot in ():",
           "tests/runtime/test_direct.py"),
+    Fault("flexmod/runtime/direct.py", 'waits = f"\\n    {WAIT}" in getattr(function, "src", "")',
+          "waits = True", "tests/codegen/test_early_start.py"),
+    Fault("flexmod/codegen/render.py", 'HEAD.sub(rf"\\g<0>{wait}", text)',
+          'HEAD.sub(rf"\\g<0>{wait}", text, count=1)', "tests/codegen/test_early_start.py"),
+    Fault("flexmod/runtime/offline.py", "if self.tensor_columns > self.target.tensor_columns:", "if False:",
+          "tests/test_ahead.py tests/runtime/test_offline.py"),
     # mods and masks
     Fault("flexmod/masks/sequences.py", "(kv_idx < tokens) | (q_idx - kv_idx < window)",
           "(kv_idx < tokens) | (q_idx - kv_idx <= window)", "tests/test_masks.py"),
