@@ -245,7 +245,7 @@ def backward(
         "DELTA": Descriptor(delta, delta.shape, (1,), (shape.block_m,)),
         # consumers add one block at a time
         "SUM_GRAD_Q": Descriptor(
-            sum_grad_q, blocks, sum_grad_q.strides, sum_block(spec.head_tile, shape.block_m)
+            sum_grad_q, sum_grad_q.shape, sum_grad_q.strides, sum_block(spec.head_tile, shape.block_m)
         ),
         **buffers,
         **made,
@@ -265,26 +265,32 @@ def backward(
     whole = spec.mask_block[1] if spec.mask_block and order.get("Q_ORDER") is not None else 1
     programs = grid(kv_batch, kv_heads, cdiv(keys, whole) * whole, shape.block_n)
     writer.launch(kernels, "backward", programs, arguments, shape)
-    grad_q = None
-    if needs[0]:
-        grad_q = call.like(writer, "grad_query", q)
-        rounding = {
-            "SUM_GRAD_Q": sum_grad_q,
-            **strided("GRAD_Q", "dq", "m", grad_q),
-            "scale": call.scale,
-            "HQ": heads,
-            "M": length,
-            "PITCH": pitch,
-            "D": spec.head_dim,
-            "D_TILE": spec.head_tile,
-        }
-        writer.launch(kernels, "round", grid(batch, heads, length, SUMMED), rounding)
+    grad_q = _rounded(writer, kernels, call, sum_grad_q, pitch) if needs[0] else None
     other_sums: triton.Sums = {}
     if kernels.portable.captures.besides_columns:
         by_row = {"DELTA": _rows_of(writer, delta, call, pitch)}
         by_row |= saved or {"LSE2": _rows_of(writer, lse2, call, pitch)}
         other_sums = triton.sums_beside(writer, kernels.portable, call, incoming.grad_out, by_row, rungs)
     return Found(grad_q, grad_k if needs[1] else None, grad_v if needs[2] else None, {**other_sums, **sums})
+
+
+def _rounded(writer: PlanWriter, kernels: HopperKernels, call: Operands, sums: Place, pitch: Extent) -> Place:
+    """Writes the launch that makes dQ of its sums."""
+    spec = kernels.spec
+    batch, heads, length, _ = call.extents
+    grad_q = call.like(writer, "grad_query", call.q)
+    arguments = {
+        "SUM_GRAD_Q": sums,
+        **strided("GRAD_Q", "dq", "m", grad_q),
+        "scale": call.scale,
+        "HQ": heads,
+        "M": length,
+        "PITCH": pitch,
+        "D": spec.head_dim,
+        "D_TILE": spec.head_tile,
+    }
+    writer.launch(kernels, "round", grid(batch, heads, length, SUMMED), arguments)
+    return grad_q
 
 
 def _rows_of(writer: PlanWriter, padded: Place, call: Operands, pitch: Extent) -> Place:
