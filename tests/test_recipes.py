@@ -20,7 +20,7 @@ EXPECTED = {
     "native_sparse_attention", "mixture_of_block_attention", "sliding_tiles", "block_causal_registers",
     "image_spans", "differential_attention", "forgetting_transformer", "alternating_windows",
     "global_tokens", "t5_bias", "contextual_positions", "latent_attention", "graph_adjacency",
-    "masked_diffusion", "speculative_trees", "attention_sinks", "paged_cache",
+    "masked_diffusion", "speculative_trees", "attention_sinks", "paged_cache", "cache_eviction",
 }  # fmt: skip
 
 made = functools.cache(recipes.run)
