@@ -28,7 +28,7 @@ runtime.tensor_kinds
 ir.graph
 ir.bounds
 ir.formulas ir.ops
-ir.source ir.advice ir.proxy ir.vectors ir.torch_calls ir.trace
+ir.source ir.advice ir.proxy ir.vectors ir.vector_calls ir.torch_calls ir.trace
 ir.evaluate
 ir.replay ir.composed ir.offsets
 ir.fingerprint ir.watched

@@ -261,8 +261,8 @@ OF_SETS = {
     "searchsorted": ("at", "torch.searchsorted({table}, torch.arange(LENGTH))", (0, 1)),
 }
 SHAPES = (
-    "view", "reshape", "view_as", "reshape_as", "expand", "expand_as", "broadcast_to", "unsqueeze", "squeeze",
-    "flatten", "ravel", "repeat", "tile", "permute", "transpose", "movedim", "swapaxes", "t",
+    "view_as", "reshape_as", "expand_as", "repeat", "tile", "permute", "transpose", "movedim", "swapaxes",
+    "t",
 )  # fmt: skip
 MODULES = ("torch", "F", "torch.nn.functional", "nn.functional")
 

@@ -174,7 +174,7 @@ class Proxy(TracedValue):
         return self
 
     def __getitem__(self, index: Any) -> Any:
-        self._refuse("like a tensor", "use it as it is: it has no dimensions.")
+        return self._tracer.call(torch.Tensor.__getitem__, (self, index), {})
 
     def __repr__(self) -> str:
         name = self._node.value if self._node.op == "input" else self._node.op

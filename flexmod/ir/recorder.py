@@ -20,8 +20,9 @@ from flexmod.ir.formulas import FUNCTIONS, REDUCTIONS, draws, writes
 from flexmod.ir.graph import CARRIER, expect_size
 from flexmod.ir.proxy import Proxy, plain_number
 from flexmod.ir.torch_calls import CONCRETE, OF_SCALARS
-from flexmod.ir.vectors import NAMES as OF_VECTORS
-from flexmod.ir.vectors import converting_row, reduces, reduction_error
+from flexmod.ir.vector_calls import NAMES as OF_VECTORS
+from flexmod.ir.vector_calls import reduces, reduction_error
+from flexmod.ir.vectors import converting_row
 from flexmod.runtime.private_torch import RECORDED_DIMENSIONS, assume_constant
 
 METHOD_WHERE = "where of a tensor"

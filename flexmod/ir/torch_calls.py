@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from flexmod import errors
 from flexmod.errors.base import a_type, counted
-from flexmod.ir import advice, vectors
+from flexmod.ir import advice, vector_calls, vectors
 from flexmod.ir.formulas import (
     BINARY,
     CASTS,
@@ -63,8 +63,8 @@ def call(tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if bare in FACTS:
         return getattr(args[0], bare)()
     wide = any(map(is_wide, (*args, *kwargs.values())))
-    if bare in vectors.MADE or (wide and vectors.reduces(bare, args, kwargs)):
-        return vectors.call(tracer, bare, args, kwargs)
+    if bare in vector_calls.MAKES or (wide and vector_calls.reduces(bare, args, kwargs)):
+        return vector_calls.call(tracer, bare, args, kwargs)
     if wide and bare in OF_SCALARS:
         return vectors.unrolled(tracer, bare, lambda *a, **k: call(tracer, func, a, k), args, kwargs)
     if bare in CASTS:
@@ -78,7 +78,7 @@ def call(tracer: Tracer, func: Callable[..., Any], args: tuple[Any, ...], kwargs
     if bare in COMPOSED:
         return _composed(tracer, bare, args, kwargs)
     if bare in REDUCTIONS:
-        raise vectors.reduction_error(bare, user_line())
+        raise vector_calls.reduction_error(bare, user_line())
     if bare in CONCRETE:
         raise errors.ConcreteValueError(operation=f".{bare}()", where=user_line(), advice=advice.SYMBOLIC)
     tables = [tracer.name_of(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
@@ -148,7 +148,7 @@ def _table_row(tracer: Tracer, name: str, args: tuple[Any, ...], kwargs: dict[st
         operands = tuple(tracer.cast(a, torch.float64) for a in operands)
     arity = BY_TORCH_NAME[name].arity
     if name in ("min", "max") and (len(operands) == 1 or isinstance(operands[1], int)):
-        raise vectors.reduction_error(name, user_line())
+        raise vector_calls.reduction_error(name, user_line())
     if len(operands) != arity or any(v is not None for v in options.values()):
         problem = f"the argument {min(options)!r}" if options else counted(len(operands), "operand")
         raise errors.OperationArgumentError(

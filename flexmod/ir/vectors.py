@@ -3,15 +3,15 @@
     (pos[q_idx] - pos[kv_idx]).pow(2).sum(-1)        (tags[q_idx] == tags[kv_idx]).any()
 
 A Vector has at most MOST elements. An elementwise function of vectors is called once for each element, and a
-reduction joins elements by the table's operations. So the graph has scalars alone, and nothing after the
-trace knows of vectors.
+reduction (`vector_calls.py`) joins elements by the table's operations. So the graph has scalars alone, and
+nothing after the trace knows of vectors. A scalar can become a vector of one element: `q_idx[None]`,
+`q_idx.unsqueeze(-1)`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
 from itertools import product
 from typing import Any
 
@@ -57,8 +57,10 @@ class CaptureView(TracedValue):
     def __repr__(self) -> str:
         return f"Proxy(a part of {self._name}: {dtype_name(self.dtype)} {list(self.shape)})"
 
-    def __getitem__(self, index: Any) -> Proxy | CaptureView:
+    def __getitem__(self, index: Any) -> Any:
         """Indexes the free dimensions from the left; with every dimension indexed, returns the element."""
+        if _makes_dimensions(index):
+            return _with_dimensions(self._tracer, self, index)
         rest = iter(self._expand(index))
         indices = tuple(next(rest) if i is None else i for i in self._indices)
         nodes = tuple(i for i in indices if i is not None)
@@ -69,8 +71,6 @@ class CaptureView(TracedValue):
     def _expand(self, index: Any) -> list[Node | None]:
         sizes = self.shape
         entries = whole_index(index, len(sizes))
-        if any(e is None for e in entries):
-            self._refuse("with None", "leave the new dimension out: a mod works on scalars.")
         if len(entries) > len(sizes):
             many = "1 index" if len(entries) == 1 else f"{len(entries)} indices"
             self._refuse(f"with {many}", f"give at most {len(sizes)}.")
@@ -104,7 +104,28 @@ def indexed(tracer: Tracer, target: Any, index: Any) -> Any:
     """An element or a part of a captured tensor or of a traced value."""
     if isinstance(target, torch.Tensor):
         target = CaptureView(tracer, tracer.capture(target), (None,) * target.dim())
-    return target[index]
+    if not isinstance(target, Proxy):
+        return target[index]
+    if not _makes_dimensions(index):
+        target._refuse("like a tensor", "use it as it is: it has no dimensions.")
+    return _with_dimensions(tracer, target, index)
+
+
+def _makes_dimensions(index: Any) -> bool:
+    entries = index if isinstance(index, tuple) else (index,)
+    return any(entry is None for entry in entries)
+
+
+def _with_dimensions(tracer: Tracer, value: Any, index: Any) -> Any:
+    """`value[index]`, in which None makes a dimension of one element."""
+    made = sum(entry is None for entry in (index if isinstance(index, tuple) else (index,)))
+    entries = whole_index(index, value.dim() + made)
+    others = tuple([entry for entry in entries if entry is not None])
+    chosen = value[others] if others else value
+    sizes = iter(chosen.shape)
+    free = [entry for entry in entries if entry is None or isinstance(entry, slice)]
+    shape = [1 if entry is None else next(sizes) for entry in free]
+    return of_elements(tracer, "an index with None", shape, elements(tracer, "[]", chosen)[1])
 
 
 class Vector(TracedValue):
@@ -127,6 +148,8 @@ class Vector(TracedValue):
 
     def __getitem__(self, index: Any) -> Any:
         """Selects by numbers, slices and an ellipsis."""
+        if _makes_dimensions(index):
+            return _with_dimensions(self._tracer, self, index)
         entries = whole_index(index, len(self.shape))
         if len(entries) > len(self.shape) or not all(isinstance(e, (int, slice)) for e in entries):
             self._refuse("with more than numbers and slices", "index the captured tensor itself.")
@@ -143,21 +166,21 @@ class Vector(TracedValue):
         """These elements in a shape, the last dimension first; the element itself for no dimension."""
         if not shape:
             return items[0]
-        return Vector(self._tracer, shape, dict(zip(_places(shape), items, strict=True)), self.refusal)
+        return Vector(self._tracer, shape, dict(zip(places(shape), items, strict=True)), self.refusal)
 
 
-def _places(shape: Sequence[int]) -> Iterator[Place]:
+def places(shape: Sequence[int]) -> Iterator[Place]:
     return product(*map(range, shape))
 
 
-def _vector(tracer: Tracer, value: Any, operation: str) -> Vector:
+def as_vector(tracer: Tracer, value: Any, operation: str) -> Vector:
     """A captured tensor or a part of one as a Vector. Raises NotScalarError if it has too many elements."""
     if isinstance(value, Vector):
         return value
     refusal = tracer.not_scalar(value, operation)
     if not 0 < math.prod(value.shape) <= MOST:
         raise refusal
-    items = {place: indexed(tracer, value, place) for place in _places(value.shape)}
+    items = {place: indexed(tracer, value, place) for place in places(value.shape)}
     return Vector(tracer, value.shape, items, refusal)
 
 
@@ -169,8 +192,8 @@ def unrolled(
     kwargs: dict[str, Any],
 ) -> Vector:
     """Calls an elementwise function for each element of its arguments, which broadcast as in torch."""
-    args = [_vector(tracer, a, operation) if is_wide(a) else a for a in args]
-    kwargs = {name: _vector(tracer, a, operation) if is_wide(a) else a for name, a in kwargs.items()}
+    args = [as_vector(tracer, a, operation) if is_wide(a) else a for a in args]
+    kwargs = {name: as_vector(tracer, a, operation) if is_wide(a) else a for name, a in kwargs.items()}
     vectors = [a for a in (*args, *kwargs.values()) if isinstance(a, Vector)]
     shape = _broadcast([v.shape for v in vectors])
     if shape is None:
@@ -194,7 +217,7 @@ def unrolled(
 
     items = {
         place: function(*(at(a, place) for a in args), **{name: at(a, place) for name, a in kwargs.items()})
-        for place in _places(shape)
+        for place in places(shape)
     }
     if common in HALF:  # rounded once, as all values of half types
         items = {place: tracer.cast(item, common) for place, item in items.items()}
@@ -235,154 +258,22 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> list[int] | None:
     return None if any(len(found) > 1 for found in sizes) else [max(found, default=1) for found in sizes]
 
 
-def _whole(x: Any) -> Any:
-    return x if x.is_floating_point() else x.to(torch.int64)
+def elements(tracer: Tracer, name: str, value: Any) -> tuple[list[int], list[Proxy]]:
+    """The shape and the elements of a scalar or of a vector."""
+    if not is_wide(value):
+        return [], [Proxy(tracer, tracer.node(value, name))]
+    vector = as_vector(tracer, value, name)
+    return list(vector.shape), list(vector._items.values())
 
 
-def _rounded_once(reduction: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], Any]:
-    """Reduces half types in float32, as torch does: a partial result may be larger than float16's numbers."""
-
-    def rounded(items: Sequence[Any]) -> Any:
-        dtype = items[0].dtype
-        return reduction([x.float() for x in items]).to(dtype) if dtype in HALF else reduction(items)
-
-    return rounded
-
-
-@_rounded_once
-def _sum(items: Sequence[Any]) -> Any:
-    return reduce(lambda x, y: x + y, map(_whole, items))
-
-
-@_rounded_once
-def _mean(items: Sequence[Any]) -> Any:
-    return _sum(items) / len(items)
-
-
-@_rounded_once
-def _product(items: Sequence[Any]) -> Any:
-    return reduce(lambda x, y: x * y, map(_whole, items))
-
-
-@_rounded_once
-def _norm(items: Sequence[Any]) -> Any:
-    """The root of the sum of squares; its derivative at 0 is 0, as in torch."""
-    square = _sum([x * x for x in items])
-    return torch.where(square == 0, 0.0, torch.sqrt(torch.where(square == 0, 1.0, square)))
-
-
-_greatest, _least = partial(reduce, torch.maximum), partial(reduce, torch.minimum)
-REDUCED: dict[str, Callable[[Sequence[Any]], Any]] = {
-    "sum": _sum,
-    "mean": _mean,
-    "prod": _product,
-    "any": lambda items: reduce(torch.logical_or, [x.to(torch.bool) for x in items]),
-    "all": lambda items: reduce(torch.logical_and, [x.to(torch.bool) for x in items]),
-    "amax": _greatest,
-    "max": _greatest,
-    "amin": _least,
-    "min": _least,
-    "norm": _norm,
-    "linalg_norm": _norm,
-    "linalg_vector_norm": _norm,
-    "count_nonzero": lambda items: _sum([x != 0 for x in items]),
-}
-PRODUCTS = ("dot", "inner", "vdot", "mv", "matmul")
-MADE = ("stack", "cat", "concat")
-NAMES = frozenset({*REDUCED, *PRODUCTS, *MADE})
-
-
-def reduces(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Is it a function of whole vectors? torch.max of two is not."""
-    of_two = "other" in kwargs or (len(args) > 1 and not isinstance(args[1], int))
-    return name in NAMES and not (of_two and name in ("max", "min"))
-
-
-def reduction_error(name: str, where: errors.Where | None = None) -> errors.ReductionError:
-    """Returns the error for a reduction that a mod cannot make."""
-    return errors.ReductionError(operation="@" if name == "matmul" else f"torch.{name}", where=where)
-
-
-def call(tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Reduces, multiplies or makes vectors. Raises ReductionError for what has more than MOST elements."""
-    named = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
-    keys = ("input", "self", "tensors", "other", "tensor", "vec")
-    first, *rest = [*args, *(named.pop(key) for key in keys if key in named)]
-    if name in MADE:
-        return _made(tracer, name, first, *rest, **named)
-    refusal = reduction_error(name, user_line())
-    operands = [first, *rest] if name in PRODUCTS else [first]
-    if not all(is_wide(x) and 0 < math.prod(x.shape) <= MOST for x in operands):
-        raise refusal
-    if name in PRODUCTS:
-        if len(operands) != 2 or operands[1].dim() != 1 or operands[0].shape[-1] != len(operands[1]):
-            raise refusal
-        x, y = (_vector(tracer, operand, name) for operand in operands)
-        return _product_of(x, y)
-    order: Any = None
-    if REDUCED[name] is _norm:
-        order = rest.pop(0) if rest else named.pop("p", named.pop("ord", None))
-    if order not in (None, 2, "fro"):
-        raise refusal
-    named |= dict(zip(("dim", "keepdim"), rest, strict=False))
-    dims, keepdim = named.pop("dim", None), named.pop("keepdim", False)
-    dtype = named.pop("dtype", None)
-    if name in ("max", "min") and dims is not None:
-        raise errors.OperationArgumentError(
-            operation=f"torch.{name}", problem="a dimension, along which it gives indices too",
-            advice=f"write x.a{name}({dims}), which gives the values alone.", where=user_line(),
-        )  # fmt: skip
-    if named or len(rest) > 2:
-        raise refusal
-    vector = _vector(tracer, first if dtype is None else first.to(dtype), name)
-    dims = range(vector.dim()) if dims in (None, (), []) else (dims,) if isinstance(dims, int) else dims
-    for beyond in (dim for dim in dims if not -vector.dim() <= dim < vector.dim()):
-        raise errors.OperationArgumentError(
-            operation=f"torch.{name}", problem=f"dimension {beyond}", where=user_line(),
-            advice=f"use one that the shape {tuple(vector.shape)} has, or leave it out.",
-        )  # fmt: skip
-    if name == "linalg_norm" and order == 2 and len(dims) > 1:  # a matrix's largest singular value
-        raise refusal
-    found = _reduced(vector, REDUCED[name], tuple(dims), keepdim)
-    return found if dtype is None else found.to(dtype)
-
-
-def _reduced(
-    vector: Vector, function: Callable[[Sequence[Any]], Any], dims: Sequence[int], keepdim: bool
-) -> Vector | Proxy:
-    away = {d % vector.dim() for d in dims}
-    groups: dict[Place, list[Proxy]] = {}
-    for place in _places(vector.shape):
-        rest = tuple([0 if d in away else entry for d, entry in enumerate(place)])
-        groups.setdefault(rest, []).append(vector._items[place])
-    shape = [1 if d in away else size for d, size in enumerate(vector.shape)]
-    shape = shape if keepdim else [size for d, size in enumerate(vector.shape) if d not in away]
-    return vector.of(shape, [function(items) for items in groups.values()])
-
-
-def _product_of(x: Any, y: Any) -> Vector | Proxy:
-    """The sums of products along the last dimension, in the dtype of both, as in torch."""
-    dtype = promote(x.dtype, y.dtype)
-    products = x.float() * y.float() if dtype in HALF else x * y
-    found = _reduced(products, _sum, (-1,), False)
-    return found if found.dtype == dtype else found.to(dtype)
-
-
-def _made(tracer: Tracer, name: str, parts: Sequence[Any], dim: int = 0) -> Vector:
-    """stack and cat, of scalars and vectors of at most one dimension."""
-    items: list[Proxy] = []
-    rows = [_vector(tracer, x, name) if is_wide(x) else Proxy(tracer, tracer.node(x, name)) for x in parts]
-    shape = rows[0].shape if rows else ()
+def of_elements(tracer: Tracer, what: str, shape: Sequence[int], items: Sequence[Proxy]) -> Any:
+    """These elements in a shape. Raises NotScalarError if they are more than MOST."""
     refusal = errors.NotScalarError(
-        what=f"torch.{name} makes a tensor", shape=(len(rows), *shape), example=f"torch.{name}(...).sum(-1)",
+        what=f"{what} makes a tensor", shape=tuple(shape), example="x.squeeze(-1) or x.any(-1)",
         where=user_line(),
     )  # fmt: skip
-    same = len({tuple(x.shape) for x in rows}) == 1 or name != "stack"
-    fits = all(len(x.shape) <= (name != "stack") for x in rows) and dim in (0, -1)
-    for row in rows if same and fits else ():
-        items += [row] if isinstance(row, Proxy) else list(row._items.values())
-    if not 0 < len(items) <= MOST:
+    if not 0 < math.prod(shape) <= MOST:
         raise refusal
-    dtype = promote(*(x.dtype for x in items))
-    items = [x if x.dtype == dtype else tracer.cast(x, dtype) for x in items]
-    return Vector(tracer, (len(items),), dict(zip(_places((len(items),)), items, strict=True)), refusal)
+    if not shape:
+        return items[0]
+    return Vector(tracer, shape, dict(zip(places(shape), items, strict=True)), refusal)

@@ -600,11 +600,50 @@ def unknown_function(s, b, h, q, k):
 
 
 @row(
-    errors.UnknownOperationError, "torch.unsqueeze is not an operation that flexmod can trace.",
+    errors.UnknownOperationError, "torch.repeat is not an operation that flexmod can trace.",
     "leave it out for a scalar, which has no dimensions; shape a captured tensor before the call.",
 )  # fmt: skip
 def unknown_method(b, h, q, k):
+    return q.repeat(2) > k  # <-
+
+
+@row(
+    errors.NotScalarError,
+    "torch.unsqueeze makes a tensor, of shape (1,), where a scalar is needed: a mod works on one (query, "
+    "key) pair.",
+    "index it down to one element, e.g. x.squeeze(-1) or x.any(-1).",
+)  # fmt: skip
+def a_dimension_left(b, h, q, k):
     return q.unsqueeze(0) > k  # <-
+
+
+@row(
+    errors.NotScalarError,
+    "an index with None makes a tensor, of shape (1, 1), where a scalar is needed: a mod works on one "
+    "(query, key) pair.",
+    "index it down to one element, e.g. x.squeeze(-1) or x.any(-1).",
+)  # fmt: skip
+def dimensions_left(b, h, q, k):
+    return q > k[None, None]  # <-
+
+
+@row(
+    errors.NotScalarError,
+    "torch.expand makes a tensor, of shape (17,), where a scalar is needed: a mod works on one (query, key) "
+    "pair.",
+    "index it down to one element, e.g. x.squeeze(-1) or x.any(-1).",
+)  # fmt: skip
+def a_long_vector(b, h, q, k):
+    return (q.expand(17) > k).any()  # <-
+
+
+@row(
+    errors.OperationArgumentError,
+    "torch.view was called with [2, -1] for the shape ().",
+    "give sizes or dimensions that this shape allows, or leave it out.",
+)  # fmt: skip
+def a_shape_of_more(b, h, q, k):
+    return (q.view(2, -1) > k).any()  # <-
 
 
 @row(
@@ -1567,9 +1606,10 @@ def slice_of_a_row(b, h, q, k):
 
 
 @row(
-    errors.CaptureIndexError,
-    indexed("doc", "(8,)", "with None"),
-    "leave the new dimension out: a mod works on scalars.",
+    errors.NotScalarError,
+    "an index with None makes a tensor, of shape (1,), where a scalar is needed: a mod works on one (query, "
+    "key) pair.",
+    "index it down to one element, e.g. x.squeeze(-1) or x.any(-1).",
 )
 def a_new_dimension(b, h, q, k):
     return doc[None, q] > 0  # <-

@@ -97,11 +97,24 @@ SCORES: dict[str, Made] = {
         s + (torch.stack([t["bytes"][k, 0], q]) * 100).sum() * 1e-3
     ),
     "of integers": lambda t: lambda s, b, h, q, k: s + t["tags"][b, q].sum() * 0.1,
+    "other shapes": lambda t: lambda s, b, h, q, k: (
+        s * t["frames"][q].reshape(6)[-1] + (t["frames"][k].view(3, -1) * t["frames"][q].flatten()[:2]).sum()
+        + (s.expand(3) * t["place"][k]).amax() + torch.broadcast_to(t["place"][q], (2, 3)).mean()
+        + (t["place"][q].unsqueeze(1) * t["place"][k].unsqueeze(0)).sum() + s.reshape(1, -1).squeeze()
+    ),
 }  # fmt: skip
 MASKS: dict[str, Made] = {
     "any": lambda t: lambda b, h, q, k: (t["tags"][b, q] == t["tags"][b, k]).any(),
     "all": lambda t: lambda b, h, q, k: torch.all(t["tags"][b, q] <= t["tags"][b, k] + 1, dim=-1),
     "one of several": lambda t: lambda b, h, q, k: (t["tags"][b, k][0] == t["wanted"]).any() | (q == k),
+    "one of several, by another dimension": lambda t: lambda b, h, q, k: (
+        t["wanted"] == (k // 4).unsqueeze(-1)
+    ).any(dim=-1) | (q == k),
+    "any of any": lambda t: lambda b, h, q, k: (t["tags"][b, q][:, None] == t["tags"][b, k][None]).any(),
+    "None before all": lambda t: lambda b, h, q, k: (q[None, None] >= k[..., None]).squeeze((0, 1)),
+    "None in a captured tensor": lambda t: lambda b, h, q, k: (
+        t["tags"][b, q, None] == t["tags"][None, b, k, :, None]
+    ).squeeze(0).any(-1).any(0),
     "count": lambda t: lambda b, h, q, k: (t["tags"][b, q] == t["tags"][b, k]).sum() >= 1,
     "count_nonzero": lambda t: lambda b, h, q, k: torch.count_nonzero(t["tags"][b, k]) > 2,
     "distance": lambda t: lambda b, h, q, k: (t["place"][q] - t["place"][k]).square().sum(-1) < 4,
