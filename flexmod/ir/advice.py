@@ -27,6 +27,7 @@ ELEMENTWISE = "write it with elementwise operations; docs/operations.md lists th
 WITHOUT_GRADIENT = (
     "leave it out, since gradients flow through all of a mod; for a constant, capture tensor.detach()."
 )
+TANH = "call torch.tanh, or flexmod.tanh_approximate for the chip's own; gradients flow through both."
 FIXED_COUNT = (
     "loop a fixed number of times, e.g. for i in range(8), and choose by torch.where(i < count, new, old)."
 )

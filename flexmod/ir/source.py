@@ -35,7 +35,8 @@ SEARCHED = 1000  # values to search at most for the names of captured tensors
 _FLEXMOD = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__ or ""))
 _NOT_THE_USER = (_FLEXMOD + os.sep, _TORCH + os.sep, contextlib.__file__)  # runs their `with` blocks
-_OF_A_GRAPH = "<eval_with_key>"  # code that torch.fx writes; the user's line is the one that calls it
+# Code that torch.fx writes, and modules that Inductor writes; the user's line is the one that calls them.
+_OF_A_GRAPH, _OF_INDUCTOR = "<eval_with_key>", "torch._inductor."
 _LIBRARY_MODS = tuple(os.path.join(_FLEXMOD, name) + os.sep for name in ("masks", "mods"))
 
 
@@ -58,7 +59,8 @@ def user_frame(library: bool = True) -> FrameType | None:
     while frame is not None:
         file = frame.f_code.co_filename
         skipped = _OF_A_GRAPH if library else (_OF_A_GRAPH, *_LIBRARY_MODS)
-        if is_users(file) and not file.startswith(skipped):
+        written = str(frame.f_globals.get("__name__")).startswith(_OF_INDUCTOR)
+        if is_users(file) and not file.startswith(skipped) and not written:
             break
         frame = frame.f_back
     return frame

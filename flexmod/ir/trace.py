@@ -197,7 +197,8 @@ def _check_gradient(tracer: Tracer, result: Node) -> None:
         if node in ways and any(_takes_gradient(tracer, each) for each in flowing(node)):
             raise errors.UnknownOperationError(
                 operation="a part without gradient (torch.no_grad, autograd.Function)",
-                where=tracer.without_gradient[node], advice=advice.WITHOUT_GRADIENT,
+                where=tracer.without_gradient[node],
+                advice=advice.TANH if node.op == "tanh" else advice.WITHOUT_GRADIENT,
             )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ The offending line of each mod below ends with the mark that `MARK` holds.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import importlib
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from flexmod import compile, errors, flex_attention
 from flexmod.ir import ops
 from flexmod.ir.derivative import differentiate
-from flexmod.ir.source import mod_kind
+from flexmod.ir.source import mod_kind, user_line
 from flexmod.ir.trace import trace
 from flexmod.mods import chain
 
@@ -826,6 +827,29 @@ class Rounding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad
+
+
+class OwnTanh(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return torch.tanh(x)  # <-
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0] ** 2)
+
+
+@row(
+    errors.UnknownOperationError, WITHOUT_GRADIENT[0],
+    "call torch.tanh, or flexmod.tanh_approximate for the chip's own; gradients flow through both.",
+    kind="score", line=OwnTanh.forward,
+)  # fmt: skip
+def a_tanh_of_ones_own(s, b, h, q, k):
+    return 30 * OwnTanh.apply(s / 30)
 
 
 @row(errors.UnknownOperationError, *WITHOUT_GRADIENT, kind="score", line=Rounding.forward)
@@ -2053,3 +2077,13 @@ def test_a_printed_value_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_generator_that_a_mod_leaves_alone_may_be_captured() -> None:
     trace(lambda b, h, q, k, generator=own_generator: q >= k, "mask")
+
+
+@pytest.mark.parametrize("name", ["torch._inductor.runtime.compile_tasks.c2", "torch.fx"])
+def test_the_line_is_not_one_that_torch_wrote(name: str) -> None:
+    """Inductor's modules lie in its cache folder, and call themselves torch's; torch.fx has no file."""
+    scope: dict[str, Any] = {"__name__": name}
+    file = "<eval_with_key>.1" if name == "torch.fx" else "/tmp/torchinductor_me/c2.py"
+    exec(builtins.compile("def call(find):\n    return find()\n", file, "exec"), scope)
+    where = scope["call"](user_line)  # here
+    assert where is not None and where.file == __file__ and where.text.endswith("# here")
