@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -458,20 +459,26 @@ def test_export_refuses_a_mod_that_is_not_recorded(monkeypatch: pytest.MonkeyPat
         torch.export.export(Scored(mods.softcap(2.0)), tuple(x.detach() for x in inputs(16)))
 
 
+class Keep(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps the calls of flexmod's operations: each operation, and its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "flexmod" in str(func):
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
 def test_operations_as_torch_wants_them() -> None:
     """Schemas, fake kernels, autograd registration; see torch.library.opcheck."""
-    calls: list[tuple[Any, ...]] = []
-
-    class Keep(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "flexmod" in str(func):
-                calls.append((func, args))
-            return func(*args, **(kwargs or {}))
-
     arguments = (*inputs(), documents(LENGTH))
     exported = torch.export.export(Model(), arguments).module()
-    with Keep():
+    with Keep() as keep:
         exported(*arguments).sum().backward()
+    calls = keep.calls
     names = [str(func) for func, _ in calls]
     assert sorted(set(names)) == [
         "flexmod.attention.default", "flexmod.attention_backward.default", "flexmod.block_mask.default"
@@ -479,6 +486,60 @@ def test_operations_as_torch_wants_them() -> None:
     for func, args in calls:
         args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
         torch.library.opcheck(func, args, test_utils=("test_schema", "test_faketensor"))
+
+
+class InGraph(nn.Module):
+    def __init__(self, score_mod: Any, mask_mod: Any) -> None:
+        super().__init__()
+        self.score_mod, self.mask_mod = score_mod, mask_mod
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        mask = create_block_mask(self.mask_mod, None, None, q.shape[2], k.shape[2], q.device)
+        return attend(q, k, v, self.score_mod, mask)
+
+
+def test_none_stands_for_an_empty_list_of_an_operation() -> None:
+    """torch's executor of AOTInductor passes it."""
+    case = inputs(16)
+    exported = torch.export.export(InGraph(None, masks.causal()), (*case,)).module()
+    with Keep() as keep:
+        exported(*case).sum().backward()
+    assert len(keep.calls) == 3
+    for func, args in keep.calls:
+        assert [] in args
+        found = []
+        for given in (args, [None if x == [] and isinstance(x, list) else x for x in args]):
+            learned = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+            with torch.set_grad_enabled("backward" not in str(func)):  # which has no derivative
+                results = func(*given)
+            grads = torch.autograd.grad(results[0].sum(), learned) if results[0].requires_grad else ()
+            found.append((*results, *grads))
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+
+AHEAD: dict[str, tuple[Any, Any, Any]] = {
+    "causal": (None, masks.causal(), None),
+    "numbers": (lambda s, b, h, q, k: s * 1.5 + 0.25, lambda b, h, q, k: q - k < 7, None),
+    "captures": (mods.alibi(torch.rand(HEADS)), masks.document(torch.arange(300) // 50), None),
+    "a length that is a symbol": (
+        mods.softcap(9.0), masks.sliding_window(40), torch.export.Dim("length", min=129, max=300)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", long_but({"captures"}, AHEAD))
+@torch.no_grad()
+def test_aot_inductor(name: str, tmp_path: Path) -> None:
+    score_mod, mask_mod, length = AHEAD[name]
+    model, case = InGraph(score_mod, mask_mod), [x.detach() for x in inputs(150)]
+    shapes = None if length is None else [{2: length}] * 3
+    exported = torch.export.export(model, (*case,), dynamic_shapes=shapes)
+    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    run = torch._inductor.aoti_load_package(package)
+    for n in (150, 290) if length is not None else (150,):
+        given = [x.detach() for x in inputs(n)]
+        close(run(*given), model(*given))
 
 
 def some_mods(t: Tensor, z: Tensor, n: int) -> Sequence[Any]:

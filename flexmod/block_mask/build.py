@@ -308,21 +308,29 @@ def _tiles_of(mod: Recorded, layout: MaskLayout) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-@torch.library.custom_op("flexmod::block_mask", mutates_args=())
+@torch.library.custom_op(
+    "flexmod::block_mask",
+    mutates_args=(),
+    schema="(Tensor[]? captured, SymInt[]? integers, float[]? reals, str mod, SymInt[] sizes, "
+    "SymInt[] block, bool separate, Device device) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def build_tiles(
-    captured: Sequence[Tensor],
-    integers: Sequence[int],
-    reals: Sequence[float],
+    captured: Sequence[Tensor] | None,
+    integers: Sequence[int] | None,
+    reals: Sequence[float] | None,
     mod: str,
     sizes: Sequence[int],
     block: Sequence[int],
     separate: bool,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operation: rows and spans of the runs by row, then by column, for each batch entry and head."""
+    """The operation: rows and spans of the runs by row, then by column, for each batch entry and head.
+
+    AOTInductor passes None for an empty list.
+    """
     if device.type == "meta":
         return _empty_tiles(sizes, block, device)
-    traced, _ = Recorded(mod, captured, integers, reals).traced(device)
+    traced, _ = Recorded(mod, captured or (), integers or (), reals or ()).traced(device)
     tensor_kinds.check_readable(traced.named())
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
     sources = source_states(traced.tensors)

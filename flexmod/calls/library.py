@@ -175,10 +175,16 @@ class Given(NamedTuple):
     scale: float | None
     variant: str
 
+    @classmethod
+    def of(cls, *arguments: Any) -> Given:
+        """AOTInductor passes None for an empty list."""
+        *lists, scale, variant = arguments
+        return cls(*[*([] if one is None else one for one in lists), scale, variant])
+
 
 _GIVEN = (
-    "Tensor[] captured, SymInt[] integers, float[] reals, Tensor[] tiles, SymInt[] numbers, "
-    "Tensor[] mask_captured, SymInt[] mask_integers, float[] mask_reals, float? scale, str variant"
+    "Tensor[]? captured, SymInt[]? integers, float[]? reals, Tensor[]? tiles, SymInt[]? numbers, "
+    "Tensor[]? mask_captured, SymInt[]? mask_integers, float[]? mask_reals, float? scale, str variant"
 )
 _FORWARD = f"(Tensor query, Tensor key, Tensor value, {_GIVEN}, bool track)"
 _BACKWARD = (
@@ -260,7 +266,7 @@ def _mask_of(variant: OperationConstants, given: Given, device: torch.device) ->
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Returns out, lse, the row maximum, and two tensors for the backward; absent ones have no elements."""
-    given, track = Given(*rest[:-1]), rest[-1]
+    given, track = Given.of(*rest[:-1]), rest[-1]
     with tensor_kinds.no_autocast(query.device.type):
         call, mask = _put_together(query, key, value, given, track)
         captured = [given.captured[place] for place in call.places]
@@ -317,7 +323,7 @@ attention = torch.library.custom_op(
 @attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *given, track = rest
-    variant = _variant(Given(*given).variant)
+    variant = _variant(Given.of(*given).variant)
     checks.check_tensors(query, key, value, variant.enable_gqa)
     return tuple(layout.empty(query) for layout in _results(query, value, variant, track))
 
@@ -325,8 +331,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ..
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, *rest, _ = inputs
     out, lse, max_scores, *kept = output
-    given = Given(*rest)
+    given = Given.of(*rest)
     ctx.given = given._replace(captured=(), tiles=(), mask_captured=())
+    ctx.missing = [one is None for one in rest]
     ctx.lists = [len(given.captured), len(given.tiles), len(given.mask_captured)]
     tensors = (*given.captured, *given.tiles, *given.mask_captured)
     kept_all = (query, key, value, out, lse, *kept, *tensors)
@@ -347,9 +354,10 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     needs += list(ctx.needs_input_grad[3]) if captured else []
     found = iter(gradient(grad_out, grad_lse, query, key, value, out, lse, first, second, *given, needs))
     grads = [next(found) if need else None for need in needs]
-    # torch takes an empty list for a list of tensors
+    # torch takes an empty list for a list of tensors, and None for None
     of_given = [[None] * len(x) if x and isinstance(x[0], Tensor) else None if x else [] for x in given[1:8]]
-    return (*grads[:3], grads[3:], *of_given, None, None, None)
+    lists = zip([grads[3:], *of_given], ctx.missing, strict=False)
+    return (*grads[:3], *(None if missing else grad for grad, missing in lists), None, None, None)
 
 
 def _saved_names(ctx: Any) -> list[str]:
@@ -371,7 +379,7 @@ def _gradient(
     lse: Tensor, first: Tensor, second: Tensor, *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
     """Returns gradients of query, key, value and each captured tensor, in this order, if `needs` is True."""
-    given, needs = Given(*rest[:-1]), rest[-1]
+    given, needs = Given.of(*rest[:-1]), rest[-1]
     with tensor_kinds.no_autocast(query.device.type):
         call, mask = _put_together(query, key, value, given, True)
         named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
@@ -438,7 +446,7 @@ gradient = torch.library.custom_op(
 @gradient.register_fake
 def _(*inputs: Any) -> list[Tensor]:
     (query, key, value), (*given, needs) = inputs[2:5], inputs[9:]
-    return [layout.empty(query) for layout in _gradients(query, key, value, Given(*given), needs)]
+    return [layout.empty(query) for layout in _gradients(query, key, value, Given.of(*given), needs)]
 
 
 def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
@@ -447,7 +455,7 @@ def _refuse(ctx: Any, *gradients: Any) -> NoReturn:
 
 def _remember_backend(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     query = inputs[2]
-    given = _variant(Given(*inputs[9:-1]).variant)
+    given = _variant(Given.of(*inputs[9:-1]).variant)
     ctx.backend = prepared.backend_of(KernelOptions(given.backend, given.tiles), query).upper()
 
 
