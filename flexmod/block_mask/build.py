@@ -30,7 +30,7 @@ from flexmod.ir.evaluate import captures_on_device, evaluate, is_host_number
 from flexmod.ir.graph import POSITIONS, Graph, as_bool, check_sizes
 from flexmod.ir.offsets import OffsetLike, Positions, stated
 from flexmod.ir.passes import fitted
-from flexmod.ir.record import Recorded, of_graph, record
+from flexmod.ir.record import Recorded, listed, of_graph, record
 from flexmod.ir.replay import replay
 from flexmod.ir.source import check_arity, mod_kind
 from flexmod.ir.trace import Traced, trace
@@ -304,18 +304,18 @@ def _tiles_of(mod: Recorded, layout: MaskLayout) -> tuple[Tensor, Tensor, Tensor
     sizes, block, device, separate = layout
     most_runs(sizes, *layout.grid())
     return build_tiles(
-        mod.captured, mod.integers, mod.reals, mod.text, list(sizes), list(block), separate, device
+        listed(mod.captured), mod.integers, mod.reals, mod.text, list(sizes), list(block), separate, device
     )
 
 
 @torch.library.custom_op(
     "flexmod::block_mask",
     mutates_args=(),
-    schema="(Tensor[]? captured, SymInt[]? integers, float[]? reals, str mod, SymInt[] sizes, "
+    schema="(Tensor?[] captured, SymInt[]? integers, float[]? reals, str mod, SymInt[] sizes, "
     "SymInt[] block, bool separate, Device device) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def build_tiles(
-    captured: Sequence[Tensor] | None,
+    captured: Sequence[Tensor | None],
     integers: Sequence[int] | None,
     reals: Sequence[float] | None,
     mod: str,
@@ -326,11 +326,12 @@ def build_tiles(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operation: rows and spans of the runs by row, then by column, for each batch entry and head.
 
-    AOTInductor passes None for an empty list.
+    Its lists are as in `record.listed`.
     """
     if device.type == "meta":
         return _empty_tiles(sizes, block, device)
-    traced, _ = Recorded(mod, captured or (), integers or (), reals or ()).traced(device)
+    tensors = [x for x in captured if x is not None]
+    traced, _ = Recorded(mod, tensors, integers or (), reals or ()).traced(device)
     tensor_kinds.check_readable(traced.named())
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
     sources = source_states(traced.tensors)

@@ -26,7 +26,7 @@ from flexmod.block_mask.tiles import LISTS, MaskLayout
 from flexmod.calls import autograd, checks, float8, prepared
 from flexmod.ir import record
 from flexmod.ir.evaluate import captures_on_device, on_device
-from flexmod.ir.record import Recorded
+from flexmod.ir.record import Recorded, listed
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config, tensor_kinds, tuned
 from flexmod.runtime.plan import contiguous, extents_of, named, values_of
@@ -97,6 +97,7 @@ def dispatch(call: prepared.TracedCall) -> Forward:
     """Runs a checked call outside of a graph, as one operation that a __torch_dispatch__ sees."""
     query, key, value, source, mask, asked, _ = call
     mod = no_mod() if source is None else record.of_graph(captures_on_device(source, query.device))
+    mod = replace(mod, captured=[*map(tensor_kinds.with_storage, mod.captured)])
     result = _operate(query, key, value, mod, parts_of(mask, query.device), asked)
     return float8.scaled(result, asked.value_scale)
 
@@ -117,8 +118,8 @@ def _operate(
         asked.options.backend, asked.options.tiles, asked.want_max, asked.out_dtype,
     )  # fmt: skip
     out, lse, max_scores, _, _ = torch.ops.flexmod.attention(
-        query, key, value, mod.captured, mod.integers, mod.reals, mask.tiles, mask.numbers,
-        mask.mod.captured, mask.mod.integers, mask.mod.reals, asked.scale, variant, track,
+        query, key, value, listed(mod.captured), mod.integers, mod.reals, listed(mask.tiles), mask.numbers,
+        listed(mask.mod.captured), mask.mod.integers, mask.mod.reals, asked.scale, variant, track,
     )  # fmt: skip
     return Forward(out, lse, max_scores if asked.want_max else None)
 
@@ -177,14 +178,14 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, *arguments: Any) -> Given:
-        """AOTInductor passes None for an empty list."""
+        """Of an operation's arguments, see `listed`."""
         *lists, scale, variant = arguments
-        return cls(*[*([] if one is None else one for one in lists), scale, variant])
+        return cls(*[*([x for x in one or () if x is not None] for one in lists), scale, variant])
 
 
 _GIVEN = (
-    "Tensor[]? captured, SymInt[]? integers, float[]? reals, Tensor[]? tiles, SymInt[]? numbers, "
-    "Tensor[]? mask_captured, SymInt[]? mask_integers, float[]? mask_reals, float? scale, str variant"
+    "Tensor?[] captured, SymInt[]? integers, float[]? reals, Tensor?[] tiles, SymInt[]? numbers, "
+    "Tensor?[] mask_captured, SymInt[]? mask_integers, float[]? mask_reals, float? scale, str variant"
 )
 _FORWARD = f"(Tensor query, Tensor key, Tensor value, {_GIVEN}, bool track)"
 _BACKWARD = (
@@ -333,7 +334,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     out, lse, max_scores, *kept = output
     given = Given.of(*rest)
     ctx.given = given._replace(captured=(), tiles=(), mask_captured=())
-    ctx.missing = [one is None for one in rest]
+    ctx.lengths = [None if one is None else len(one) for one in rest[:8]]
     ctx.lists = [len(given.captured), len(given.tiles), len(given.mask_captured)]
     tensors = (*given.captured, *given.tiles, *given.mask_captured)
     kept_all = (query, key, value, out, lse, *kept, *tensors)
@@ -347,17 +348,22 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     query, key, value, out, lse, first, second, *rest = autograd.unpacked(ctx, lambda: _saved_names(ctx))
     remaining = iter(rest)
     captured, tiles, mask_captured = ([next(remaining) for _ in range(count)] for count in ctx.lists)
-    given = ctx.given._replace(captured=captured, tiles=tiles, mask_captured=mask_captured)
+    lists = {"captured": captured, "tiles": tiles, "mask_captured": mask_captured}
+    given = ctx.given._replace(**{name: listed(tensors) for name, tensors in lists.items()})
     if grad_out is None:  # only the lse was used
         grad_out = torch.zeros_like(out)
     needs = list(ctx.needs_input_grad[:3])
     needs += list(ctx.needs_input_grad[3]) if captured else []
     found = iter(gradient(grad_out, grad_lse, query, key, value, out, lse, first, second, *given, needs))
     grads = [next(found) if need else None for need in needs]
-    # torch takes an empty list for a list of tensors, and None for None
-    of_given = [[None] * len(x) if x and isinstance(x[0], Tensor) else None if x else [] for x in given[1:8]]
-    lists = zip([grads[3:], *of_given], ctx.missing, strict=False)
-    return (*grads[:3], *(None if missing else grad for grad, missing in lists), None, None, None)
+    # torch takes a list for tensors, an empty one for an empty list, and None for all else
+    of_given: list[Any] = [[] if length == 0 else None for length in ctx.lengths]
+    for place, name in enumerate(Given._fields[:8]):
+        if lists.get(name):
+            of_given[place] = [None] * ctx.lengths[place]
+    if captured:
+        of_given[0] = grads[3:]
+    return (*grads[:3], *of_given, None, None, None)
 
 
 def _saved_names(ctx: Any) -> list[str]:

@@ -145,6 +145,15 @@ def record_of(text: str) -> Record:
     return Record(*parts, text)
 
 
+def listed(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Tensors as an operation's argument: for no tensors, a list of None.
+
+    AOTInductor's executor passes None for an empty list. torch looks for tensors of other classes in lists
+    that hold None, but not in lists that may be None.
+    """
+    return [*tensors] or [None]
+
+
 @dataclass
 class Recorded:
     """A mod as an operation's arguments: its Record's text, or GRAPH, with its tensors and numbers."""

@@ -205,12 +205,10 @@ def is_hidden(tensor: Tensor) -> bool:
 def naming_mixed(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Surrounds a torch operation on tensors of several kinds, and names one if torch cannot mix them.
 
-    torch looks for fake tensors in lists, but not in lists that may be None. So their mode is active here.
     Raises FakeTensorError, or TensorKindError for a DTensor beside other tensors.
     """
     try:
-        with _mode_of_fakes(tensors.values()):
-            yield
+        yield
     except (RuntimeError, ValueError) as error:
         if not any(text in str(error) for text in _MIXED_TEXTS):
             raise
@@ -225,13 +223,6 @@ def naming_mixed(tensors: Mapping[str, Tensor]) -> Iterator[None]:
             "FakeTensorMode(allow_non_fake_inputs=True) takes real ones too"
         )
         raise FakeTensorError(problem=_mixed(tensors), advice=advice) from error
-
-
-def _mode_of_fakes(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """The FakeTensorMode of a tensor among these, unless a mode is active."""
-    if torch.compiler.is_compiling() or internals.dispatch_mode_count():
-        return nullcontext()
-    return next((tensor.fake_mode for tensor in tensors if hasattr(tensor, "fake_mode")), nullcontext())
 
 
 def _mixed(tensors: Mapping[str, Tensor]) -> str:
@@ -282,6 +273,11 @@ def refuse_transformed(tensors: Mapping[str, Tensor]) -> None:
                 "make_fx, a FakeTensorMode, a subclass)",
                 advice=f"{name} outside of it: take torch.autograd.grad in place of torch.func.grad",
             )  # fmt: skip
+
+
+def with_storage(tensor: Tensor) -> Tensor:
+    """Returns the tensor, or a copy of zeros without storage: in lists that hold None, torch makes none."""
+    return tensor.clone() if _keys(tensor) & _bits("ZeroTensor") else tensor
 
 
 def check_readable(tensors: Mapping[str, Tensor]) -> None:
