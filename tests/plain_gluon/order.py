@@ -2,10 +2,10 @@
 
 An actor is a partition of a program's warps, or the program before it starts them. A barrier is one too, for
 what the TMA unit writes. An access has its actor's number and time. It comes before another if the other's
-actor has read_message of that time, from itself or through a barrier. So what is found is no matter of luck.
+actor knows of that time, from itself or through a barrier. So each order of turns shows the same races.
 
 What the TMA unit and the matrix unit meet of others' writes must have been behind a fence. So a clock has two
-rows: what has been read_message of, and what of that was behind a fence.
+rows: what it knows of, and what of that was behind a fence.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Actor:
         return int(self.clock[0, self.number])
 
     def tick(self) -> Clock:
-        """What has been read_message of until now; what the actor does next is later."""
+        """What it knows until now; what the actor does next is later."""
         until_now = self.clock.copy()
         self.clock[0, self.number] += 1
         return until_now
