@@ -30,7 +30,7 @@ from flexmod.ir.evaluate import captures_on_device, evaluate, is_host_number
 from flexmod.ir.graph import POSITIONS, Graph, as_bool, check_sizes
 from flexmod.ir.offsets import OffsetLike, Positions, stated
 from flexmod.ir.passes import fitted
-from flexmod.ir.record import Recorded, listed, of_graph, record
+from flexmod.ir.record import Recorded, listed, of_graph, record, unlisted
 from flexmod.ir.replay import replay
 from flexmod.ir.source import check_arity, mod_kind
 from flexmod.ir.trace import Traced, trace
@@ -330,8 +330,7 @@ def build_tiles(
     """
     if device.type == "meta":
         return _empty_tiles(sizes, block, device)
-    tensors = [x for x in captured if x is not None]
-    traced, _ = Recorded(mod, tensors, integers or (), reals or ()).traced(device)
+    traced, _ = Recorded(mod, unlisted(captured), unlisted(integers), unlisted(reals)).traced(device)
     tensor_kinds.check_readable(traced.named())
     whole = (sizes[0], sizes[1], sizes[2], sizes[3])
     sources = source_states(traced.tensors)

@@ -26,7 +26,7 @@ from flexmod.block_mask.tiles import LISTS, MaskLayout
 from flexmod.calls import autograd, checks, float8, prepared
 from flexmod.ir import record
 from flexmod.ir.evaluate import captures_on_device, on_device
-from flexmod.ir.record import Recorded, listed
+from flexmod.ir.record import Recorded, listed, unlisted
 from flexmod.ir.trace import Traced
 from flexmod.runtime import config, tensor_kinds, tuned
 from flexmod.runtime.plan import contiguous, extents_of, named, values_of
@@ -178,9 +178,9 @@ class Given(NamedTuple):
 
     @classmethod
     def of(cls, *arguments: Any) -> Given:
-        """Of an operation's arguments, see `listed`."""
+        """Of an operation's arguments."""
         *lists, scale, variant = arguments
-        return cls(*[*([x for x in one or () if x is not None] for one in lists), scale, variant])
+        return cls(*[*map(unlisted, lists), scale, variant])
 
 
 _GIVEN = (
@@ -334,7 +334,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     out, lse, max_scores, *kept = output
     given = Given.of(*rest)
     ctx.given = given._replace(captured=(), tiles=(), mask_captured=())
-    ctx.lengths = [None if one is None else len(one) for one in rest[:8]]
+    ctx.empty = [one is not None and not len(one) for one in rest[:8]]
     ctx.lists = [len(given.captured), len(given.tiles), len(given.mask_captured)]
     tensors = (*given.captured, *given.tiles, *given.mask_captured)
     kept_all = (query, key, value, out, lse, *kept, *tensors)
@@ -357,13 +357,12 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *
     found = iter(gradient(grad_out, grad_lse, query, key, value, out, lse, first, second, *given, needs))
     grads = [next(found) if need else None for need in needs]
     # torch takes a list for tensors, an empty one for an empty list, and None for all else
-    of_given: list[Any] = [[] if length == 0 else None for length in ctx.lengths]
-    for place, name in enumerate(Given._fields[:8]):
-        if lists.get(name):
-            of_given[place] = [None] * ctx.lengths[place]
+    of_tensors = {name: [None] * len(tensors) for name, tensors in lists.items() if tensors}
     if captured:
-        of_given[0] = grads[3:]
-    return (*grads[:3], *of_given, None, None, None)
+        of_tensors["captured"] = grads[3:]
+    fields = zip(Given._fields, ctx.empty, strict=False)
+    of_lists = [of_tensors.get(name, [] if empty else None) for name, empty in fields]
+    return (*grads[:3], *of_lists, None, None, None)
 
 
 def _saved_names(ctx: Any) -> list[str]:

@@ -96,8 +96,7 @@ def render_builder(terms: tuple[BuilderTerm, ...], bounds: BoundsText, mask: Mod
     """
     texts = [*(term.text.text for term in terms), bounds.text.text, mask.text]
     prelude = _with_prelude(*texts, single=True)
-    facts = {"terms": terms, "bounds": bounds, "mask": mask, "texts": prelude}
-    return _rendered("block_mask_module.jinja", early=False, **facts)
+    return _rendered("block_mask_module.jinja", terms=terms, bounds=bounds, mask=mask, texts=prelude)
 
 
 def _with_prelude(*texts: str, single: bool, target: str = "") -> list[str]:
@@ -272,7 +271,7 @@ def head_lines(spec: KernelSpec, score: ModText | None, mask: ModText | None) ->
     return lines
 
 
-def _rendered(template: str, *, early: bool, **facts: object) -> str:
+def _rendered(template: str, *, early: bool = False, **facts: object) -> str:
     """A module of a template with these variables, with the device functions that it calls, without marks.
 
     `early`: its kernels wait for earlier ones. No trailing blanks, no more than two blank lines

@@ -154,6 +154,11 @@ def listed(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     return [*tensors] or [None]
 
 
+def unlisted(given: Sequence[Any] | None) -> list[Any]:
+    """What a list among an operation's arguments holds: tensors, see `listed`, or numbers."""
+    return [x for x in given or () if x is not None]
+
+
 @dataclass
 class Recorded:
     """A mod as an operation's arguments: its Record's text, or GRAPH, with its tensors and numbers."""

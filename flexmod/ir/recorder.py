@@ -22,7 +22,7 @@ from flexmod.ir.proxy import Proxy, plain_number
 from flexmod.ir.torch_calls import CONCRETE, OF_SCALARS
 from flexmod.ir.vector_calls import NAMES as OF_VECTORS
 from flexmod.ir.vector_calls import reduces, reduction_error
-from flexmod.ir.vectors import converting_row
+from flexmod.ir.vectors import converting_row, entries_of
 from flexmod.runtime.private_torch import RECORDED_DIMENSIONS, assume_constant
 
 METHOD_WHERE = "where of a tensor"
@@ -245,14 +245,10 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return shape[:-most] if len(shape) >= most else shape
 
 
-def _entries(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
-
-
 def _is_one_index(index: Any) -> bool:
     """Is an index, in whole or in part, an integer in a tensor? TorchDynamo would ask for its value."""
     found = False
-    for entry in _entries(index):
+    for entry in entries_of(index):
         if isinstance(entry, Tensor) and entry.dim() == 0 and entry.dtype in INDICES:
             found = True
         elif not isinstance(entry, int) or isinstance(entry, bool):
@@ -261,12 +257,12 @@ def _is_one_index(index: Any) -> bool:
 
 
 def _element_at(tensor: Tensor, index: Any) -> Tensor:
-    return tensor[tuple([x.reshape(1) if isinstance(x, Tensor) else x for x in _entries(index)])][0]
+    return tensor[tuple([x.reshape(1) if isinstance(x, Tensor) else x for x in entries_of(index)])][0]
 
 
 def _is_one_element(tensor: Tensor, index: Any) -> bool:
     """Is `tensor[index]` an element of a captured tensor, indexed with the mod's integers?"""
-    entries = _entries(index)
+    entries = entries_of(index)
     if tensor.dim() != len(entries):
         return False
     for entry in entries:
@@ -277,7 +273,7 @@ def _is_one_element(tensor: Tensor, index: Any) -> bool:
 
 def _element(tensor: Tensor, index: Any) -> Tensor:
     """A tensor with the shape of `tensor[index]`; torch itself would read the index's value."""
-    entries = _entries(index)
+    entries = entries_of(index)
     known = [entry is None or entry is Ellipsis or isinstance(entry, slice) for entry in entries]
     own = _ones(tensor, tensor.device) if tensor.dim() >= len(SHAPE) else tensor
     # an empty table, of a call without positions, has no element 0

@@ -161,16 +161,17 @@ def _product_of(x: Any, y: Any) -> Vector | Proxy:
 def _made(tracer: Tracer, name: str, parts: Sequence[Any], dim: int = 0) -> Vector:
     """stack and cat, of scalars and vectors of at most one dimension."""
     items: list[Proxy] = []
-    rows = [as_vector(tracer, x, name) if is_wide(x) else Proxy(tracer, tracer.node(x, name)) for x in parts]
-    shape = rows[0].shape if rows else ()
+    rows = [elements(tracer, name, x) for x in parts]
+    shapes = [tuple(shape) for shape, _ in rows]
+    first = shapes[0] if shapes else ()
     refusal = errors.NotScalarError(
-        what=f"torch.{name} makes a tensor", shape=(len(rows), *shape), example=f"torch.{name}(...).sum(-1)",
+        what=f"torch.{name} makes a tensor", shape=(len(rows), *first), example=f"torch.{name}(...).sum(-1)",
         where=user_line(),
     )  # fmt: skip
-    same = len({tuple(x.shape) for x in rows}) == 1 or name != "stack"
-    fits = all(len(x.shape) <= (name != "stack") for x in rows) and dim in (0, -1)
-    for row in rows if same and fits else ():
-        items += [row] if isinstance(row, Proxy) else list(row._items.values())
+    same = len({*shapes}) == 1 or name != "stack"
+    fits = all(len(shape) <= (name != "stack") for shape in shapes) and dim in (0, -1)
+    for _, own in rows if same and fits else ():
+        items += own
     if not 0 < len(items) <= MOST:
         raise refusal
     dtype = promote(*(x.dtype for x in items))

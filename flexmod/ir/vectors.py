@@ -92,9 +92,13 @@ class CaptureView(TracedValue):
         return node
 
 
+def entries_of(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
 def whole_index(index: Any, rank: int) -> tuple[Any, ...]:
     """The entries of an index, with whole slices for an ellipsis and for dimensions that are left out."""
-    entries = index if isinstance(index, tuple) else (index,)
+    entries = entries_of(index)
     dots = next((place for place, entry in enumerate(entries) if entry is Ellipsis), len(entries))
     first, last = entries[:dots], entries[dots + 1 :]
     return (*first, *[slice(None)] * (rank - len(first) - len(last)), *last)
@@ -112,13 +116,12 @@ def indexed(tracer: Tracer, target: Any, index: Any) -> Any:
 
 
 def _makes_dimensions(index: Any) -> bool:
-    entries = index if isinstance(index, tuple) else (index,)
-    return any(entry is None for entry in entries)
+    return any(entry is None for entry in entries_of(index))
 
 
 def _with_dimensions(tracer: Tracer, value: Any, index: Any) -> Any:
     """`value[index]`, in which None makes a dimension of one element."""
-    made = sum(entry is None for entry in (index if isinstance(index, tuple) else (index,)))
+    made = sum(entry is None for entry in entries_of(index))
     entries = whole_index(index, value.dim() + made)
     others = tuple([entry for entry in entries if entry is not None])
     chosen = value[others] if others else value
